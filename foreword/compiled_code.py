@@ -20,7 +20,7 @@ from typing import Any, cast
 # Paths in the package. The first file of each library is compiled, the others are included.
 _KERNELS = ("kernels.cpp", "decoder.h", "attention.h", "product.h", "sampling.h", "threads.h", "vectors.h")
 SOURCES = tuple(f"engine/kernels/{name}" for name in _KERNELS)
-UNIT_SOURCES = ("engine/kernels/units.cpp",)
+UNIT_SOURCES = ("offload/units.cpp",)
 FILE_SOURCES = ("store/disk/files.cpp",)
 LIBRARIES = (SOURCES, UNIT_SOURCES, FILE_SOURCES)
 # A compiler that may fuse a product and a sum does so in one copy of a function and not in another, and results differ: the

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foreword.config import EncryptionConfig, build, encryption_variables, merged_layers, read_text
+from foreword.config import read_text
+from foreword.config_layers import build, merged_layers
 from foreword.errors import ConfigError
+from foreword.store_config import EncryptionConfig, encryption_variables
 
 
 def read_tables(path: Path) -> Mapping[str, Mapping[str, Any]]:

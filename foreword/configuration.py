@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from foreword.config import EncryptionConfig, StoreConfig
 from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.process_config import RouterConfig, ServerConfig
+from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.transfer_config import TransferConfig
 
 

@@ -6,15 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from foreword.config import (
-    at_least,
-    between,
-    check_section,
-    checked,
-    one_of,
-    parse_bytes,
-    positive,
-)
+from foreword.config import at_least, between, check_section, checked, one_of, parse_bytes, positive
 from foreword.errors import ConfigError
 
 KV_MEMORY_FORMS = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"

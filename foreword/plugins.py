@@ -74,12 +74,12 @@ def of_product(place: str) -> Any:
     """Import `module:name` of another product of this repository; None where that product is not installed.
 
     It is named in the code and not by an entry point, so that it is found in a checkout, too. Raises ModuleNotFoundError for
-    a library that it needs.
+    another module that it needs.
     """
     module, _, name = place.partition(":")
     try:
         return getattr(import_module(module), name)
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("foreword"):
+        if not f"{module}.".startswith(f"{error.name}."):  # another one, that it imports
             raise
         return None

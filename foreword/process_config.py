@@ -1,7 +1,7 @@
 """Configuration of a process that serves HTTP: a server, or a router. `engine_config.py` has the engine's sections,
 `configuration.py` all together.
 
-`config.py` has the sections of stores and transfers, and what holds for all of them.
+`config.py` has the rules of keys.
 """
 
 from __future__ import annotations

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from foreword.config import (
-    at_least,
-    between,
-    check_secret,
-    check_section,
-    parse_bytes,
-    read_text,
-)
+from foreword.config import at_least, between, check_secret, check_section, parse_bytes, read_text
 from foreword.errors import ConfigError
 
 ALL_RIGHTS = frozenset({"pull", "push", "get"})

@@ -27,11 +27,11 @@ from foreword.cli import demo
 from foreword.cli import main as cli
 from foreword.cli.doctor import examine
 from foreword.cli.flags import config_flags, with_config
-from foreword.config import EncryptionConfig
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
 from foreword.errors import ConfigError
 from foreword.store.data_keys import DataKeys
+from foreword.store_config import EncryptionConfig
 
 runner = CliRunner()
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.cli.flags import GivenConfig, load_config, server_flags
-from foreword.config import build, file_keys, parse_bytes
+from foreword.config import parse_bytes
+from foreword.config_layers import build, file_keys
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.errors import ConfigError

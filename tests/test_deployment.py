@@ -24,11 +24,12 @@ from typer.testing import CliRunner
 
 import foreword
 from foreword.cli.flags import config_flags, load_config, with_config, with_router_config
-from foreword.config import EncryptionConfig, is_service_variable
+from foreword.config_layers import is_service_variable
 from foreword.configuration import Config
 from foreword.router.discovery import configured_replicas
 from foreword.router_extras.kubernetes import ServiceSpec
 from foreword.store.urls import check_stores
+from foreword.store_config import EncryptionConfig
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

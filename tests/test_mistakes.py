@@ -16,9 +16,9 @@ import pytest
 from example_counts import represented
 from vllm_stub import stubbed_vllm
 
-from foreword.config import StoreConfig
 from foreword.engine import preflight
 from foreword.errors import ForewordError, ModelUnsupported
+from foreword.store_config import StoreConfig
 
 # Reads a list of arguments and runs the command with them in a fork, so that everything but the check is imported once.
 _RUNNER = """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import whole_loads
+import xxhash
 from example_counts import represented
 from lazy_queues import LazyQueues
 
@@ -21,17 +25,19 @@ import foreword.offload.manager
 import foreword.offload.writer
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
-from foreword.conformance import FlakyStore, soon
+from foreword.conformance import FlakyStore, make_frames, names_of, put_all, read, soon, whole
 from foreword.engine.engine_stores import EngineStores
 from foreword.offload.device import Stream
 from foreword.offload.load import StoreLoad
 from foreword.offload.policy import FixedCosts, LoadCosts, search_seconds
 from foreword.offload.search import Found
+from foreword.offload.slot_reads import read_into
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
 from foreword.offload.writer import WriteBatch, WriteBehind
 from foreword.store.base import Loan, Name, Store
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
+from foreword.store.memory import memory_store
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
@@ -212,6 +218,114 @@ def test_a_load_from_lent_memory_ends_before_a_bad_block(made: Callable[..., Dev
     assert tier.counters.bad["checksum"] == 1
 
 
+def filled(chain: int, count: int) -> MemoryStore:
+    """A store with a chain."""
+    store = MemoryStore(1 << 20, label="slow")
+    device = Device(store, slots=2 * count)
+    device.save(chain, 0, count)
+    assert device.offload.flush(PATIENCE)
+    return store
+
+
+def test_a_load_is_read_into_the_faster_tier(made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks from a slower tier are read into the memory of the faster one, verified there once and copied once, from there
+    into the device. They are found there when the load has ended, and nothing waits to be written."""
+    slow, fast = FlakyStore(filled(0, 64)), MemoryStore(1 << 20)
+    device = made(fast, slow, slots=16)
+    hashed = list[int]()
+
+    def counted(data: Any) -> Any:
+        hashed.append(len(data))
+        return xxh3_128(data)
+
+    def refused(*given: Any) -> None:
+        raise AssertionError("a copy")
+
+    xxh3_128 = xxhash.xxh3_128
+    monkeypatch.setattr(xxhash, "xxh3_128", counted)
+    monkeypatch.setattr(memory_store.MemoryArena, "write", refused)
+    monkeypatch.setattr(StagingArena, "buffer", refused)
+    load = device.load(0, 0, 64)
+    assert (load.loaded, load.tiers, device.offload.status().queued) == (64, [1] * 64, 0)
+    assert torch.equal(device.blocks, device.computed) and hashed == [LAYOUT.block_bytes] * 64
+    assert fast.lookup(device.names(0, 64), deadline=soon()) == 64
+    tiers = device.offload.store.tiers
+    assert [tier.counters.hit_blocks for tier in tiers] == [0, 64] and tiers[0].counters.written_blocks == 64
+    assert device.load(0, 0, 64).tiers == [0] * 64 and torch.equal(device.blocks, device.computed)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_bad_block_is_not_kept_by_the_faster_tier(made: Callable[..., Device], damaged: bool) -> None:
+    """A block that is lost or damaged when it is read into a faster tier ends the load, and is not found there."""
+    fast = MemoryStore(1 << 20)
+    device = made(fast, Spoiled(filled(0, 8), 5, damaged))
+    assert device.load(0, 0, 8).loaded == 5
+    assert torch.equal(device.blocks[:5], device.computed[:5]) and not device.blocks[5:8].any()
+    assert fast.present(device.names(0, 8), deadline=soon()) == [number != 5 for number in range(8)]
+
+
+def test_what_is_erased_is_not_read_into_a_faster_tier(made: Callable[..., Device]) -> None:
+    """What a load has read before an erasure, into slots of the faster tier, is not found there behind it."""
+    slow, fast = filled(0, 4), MemoryStore(1 << 20)
+    device = made(fast, slow)
+    reading, go_on, get = threading.Event(), threading.Event(), slow.get
+
+    def held(*arguments: Any, **more: Any) -> list[int]:
+        found = get(*arguments, **more)
+        reading.set()
+        assert go_on.wait(PATIENCE)
+        return found
+
+    slow.get = held  # type: ignore[method-assign]
+    keys = device.keys(0, 4)
+    load = device.offload.load(whole_loads.plan_of(device.offload, ROOT, keys), ROOT, keys, range(4))
+    assert reading.wait(PATIENCE)
+    assert device.offload.erase_queued([ROOT[:8]]) == 0
+    go_on.set()
+    device.wait(lambda: load.done)
+    assert not any(fast.present(device.names(0, 4), deadline=soon()))
+    assert device.load(0, 0, 4).loaded == 4
+    assert all(fast.present(device.names(0, 4), deadline=soon()))
+
+
+def test_slots_of_a_read_that_hangs() -> None:
+    """Slots that a read which does not return may still write into are not given back before it does, and nothing of it is
+    found; then they take other blocks, which it does not change."""
+    gate, reading = threading.Event(), threading.Event()
+
+    class Late(MemoryStore):
+        blocking = True
+
+        def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+            reading.set()
+            assert gate.wait(60)
+            return super().get(names, buffers, deadline=soon())
+
+    frames, others = make_frames(8, 4, 1000), make_frames(9, 4, 1000)
+    fast, slow = MemoryStore(4 * len(frames[0].data)), Late(1 << 20, label="slow")
+    slow.put(frames, deadline=soon())
+    published = list[object]()
+
+    def keep(headers: Sequence[Header], publish: Callable[[], None]) -> bool:
+        published.append(headers)
+        publish()
+        return True
+
+    with contextlib.closing(TieredStore([fast, slow])) as store:
+        part = read_into(store, 1, names_of(frames), [1000] * 4, store.tiers[0], deadline=soon(0.2))
+        assert reading.wait(60) and [*part.frames] == [None] * 4
+        part.end(keep)
+        del part
+        gc.collect()
+        assert put_all(fast, others) == 0, "a read may write there"
+        gate.set()
+        until = soon()
+        while put_all(fast, others) < 4:
+            assert soon(0.0) < until, "the slots are free"
+            time.sleep(0.01)
+        assert read(fast, others) == whole(others) and not published
+
+
 def test_promotions_make_room_for_loads(made: Callable[..., Device]) -> None:
     """While the faster tier blocks, loads continue: promotions give their slots to them. When it works again, it gets all
     blocks of all loads. Afterwards every slot is free again."""
@@ -269,6 +383,33 @@ def test_a_promotion_without_slots_delays_no_save(monkeypatch: pytest.MonkeyPatc
     loading.give(loads)
     assert writer.flush(PATIENCE)
     writer.close()
+
+
+def test_a_postponed_promotion_gets_slots_of_later_blocks() -> None:
+    """Later blocks of a load wait for a promotion that was postponed. It gets their slots, and does not wait for them."""
+    blocks, read = torch.zeros(8, LAYOUT.block_bytes // 4), list[int]()
+    staging, store = StagingArena([[blocks]], 8), TieredStore([MemoryStore(1 << 20)])
+    pool = StagingSlots(range(8))
+
+    def read_nothing(names: Sequence[Name], slots: Sequence[int], deadline: float) -> tuple[list[None], set[int]]:
+        read.append(len(names))
+        return [None] * len(slots), set()
+
+    writer = WriteBehind(store, staging, read_nothing)
+    keys = chain_keys(ROOT, [1] * 16 * 10, 16)
+    chain = [
+        Header(LAYOUT.fingerprint, ROOT[:16], key, before, depth, RAW, LAYOUT.block_bytes, LAYOUT.block_bytes)
+        for depth, (key, before) in enumerate(zip(keys, (ROOT, *keys), strict=False))
+    ]
+    for low, high, postponed in [(0, 4, True), (4, 8, False), (8, 10, False)]:
+        taken = pool.take(high - low)
+        assert taken is not None
+        writer.promote(chain[low:high], taken, pool, [0], 1.0)
+        assert not postponed or writer.drop_stored(pool)
+    assert pool.take(4) is None
+    assert writer.flush(10.0)
+    writer.close()
+    assert sorted(read) == [2, 4] and pool.take(8) is not None
 
 
 @pytest.mark.parametrize("slots", [4, 16, 256])

@@ -18,15 +18,17 @@ from lazy_queues import LazyQueues
 from torch import Tensor
 
 from foreword.blocks.keys import chain_keys
-from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, key_of, portable_units
+from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, key_of
+from foreword.blocks.portable_units import portable_units
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.conformance import soon
 from foreword.engine.engine_stores import EngineStores
 from foreword.errors import ConfigError, ModelUnsupported
-from foreword.integrations.vllm.packing import cpu_planes, plain_planes
-from foreword.offload.portable_copies import UnitCopyMaker, UnitGroup, copy_compiled, copy_with_views
+from foreword.integrations.vllm_extras.packing import cpu_planes, plain_planes
+from foreword.offload.portable_copies import UnitCopyMaker, copy_compiled, copy_with_views
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.offload.staging import StagingArena
+from foreword.offload.unit_group import UnitGroup
 from foreword.store.base import Store
 from foreword.store.codec import CodedStore, codec_named
 from foreword.store.frame import HEADER_BYTES, Frame, read_header

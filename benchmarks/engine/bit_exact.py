@@ -64,7 +64,7 @@ class Engine:
 
     def __init__(self, model: str | None, stores: Sequence[str] = (), **options: Any) -> None:
         from foreword import LLM
-        from foreword.config import StoreConfig
+        from foreword.store_config import StoreConfig
 
         patient = StoreConfig(urls=tuple(stores), lookup_timeout=60.0, load_timeout=60.0)
         self.llm: Any = LLM(model, store=patient, **options)

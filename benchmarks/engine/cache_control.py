@@ -25,10 +25,10 @@ from benchmarks.engine.random_model import SIZES, Size, make
 from benchmarks.harness import machine, median, set_up, table
 from foreword import LLM, SamplingParams
 from foreword.blocks.retention import Retention
-from foreword.config import StoreConfig
 from foreword.engine.request import Request
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
+from foreword.store_config import StoreConfig
 
 TINY = Size("tiny", 2_500_000, 2, 128, 2, 1, 256, 8_192)
 NEW_TOKENS = 64

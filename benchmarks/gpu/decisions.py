@@ -101,8 +101,8 @@ class Context:
     def arena(self) -> Any:
         """The staging arena of all managers; they work one after the other."""
         if self._arena is None:
-            from foreword.config import StoreConfig
             from foreword.offload.staging import StagingArena, tensors_of
+            from foreword.store_config import StoreConfig
 
             bench = self.engine()
             tensors = tensors_of(bench.runner.layers)

@@ -27,11 +27,13 @@ import torch
 
 from benchmarks.harness import machine, ratio, set_up, table, version_of
 from foreword.blocks.keys import chain_keys
-from foreword.blocks.layout import BlockUnits, LayerLayout, Layout, portable_units, whole_blocks
+from foreword.blocks.layout import BlockUnits, LayerLayout, Layout, whole_blocks
+from foreword.blocks.portable_units import portable_units
 from foreword.engine.engine_stores import EngineStores
-from foreword.integrations.vllm.packing import cpu_planes
-from foreword.offload.portable_copies import PlaneGroup, UnitGroup, copy_compiled
+from foreword.integrations.vllm_extras.packing import cpu_planes
+from foreword.offload.portable_copies import PlaneGroup, copy_compiled
 from foreword.offload.staging import StagingArena
+from foreword.offload.unit_group import UnitGroup
 from foreword.store.urls import open_store
 
 LAYERS, HEADS, HEAD_SIZE = 12, 4, 64

@@ -66,13 +66,13 @@ def main() -> None:
     router_parts = importlib.import_module("router_parts")
 
     from foreword.api.http import bind, serving
-    from foreword.config import StoreConfig
     from foreword.configuration import Config
     from foreword.engine_config import EngineConfig
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.process_config import ServerConfig
     from foreword.server.app import ServerApp
     from foreword.server.engine_metrics import PrometheusObserver
+    from foreword.store_config import StoreConfig
 
     observer = PrometheusObserver()
     store = StoreConfig(urls=("memory://?size=64MiB", f"disk://{tempfile.mkdtemp()}?size=64MiB"))
@@ -92,7 +92,9 @@ def main() -> None:
     threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
+    # What is done once, such as loading a compiled library, belongs to the warm-up, also what its blocks do behind its answer.
     chat(url, f"warm-up {TEXT}")
+    engine._parts.flush(60)
     found = {"computed": functions_of(lambda: chat(url, TEXT))}
     engine._parts.flush(60)
     asyncio.run(engine.clear_cache())

@@ -30,7 +30,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from benchmarks.harness import machine, median, set_up, table, version_of
-from foreword.config import EncryptionConfig, StoreConfig
 from foreword.prefixes.erasure import destroy_keys
 from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, frame
@@ -39,6 +38,7 @@ from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
+from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.transfer.peer import opener
 from foreword.transfer_config import TransferConfig
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.harness import machine, median, set_up, table, version_of, write_figures
 from foreword import LLM, SamplingParams
-from foreword.config import EncryptionConfig
+from foreword.store_config import EncryptionConfig
 
 PROMPT = 4_096
 QUESTIONS = 4

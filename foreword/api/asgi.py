@@ -24,6 +24,8 @@ class AsgiFront:
         self.front = front
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for begin in self.front.on_serving:  # nothing tells an application that its loop has begun
+            begin()
         exchange = AsgiExchange(scope, receive, send)
         try:
             answer = await self.front.serve(exchange)

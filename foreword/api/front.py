@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import unquote
@@ -136,7 +136,9 @@ class Call:
         tenant: the caller's; `NO_TENANT` on routes that are not for tenants.
         body: what the route's `parse` made of `raw`; None without a body.
         query: its parameters, as the route declares them.
-        admitted: as the tenant's quotas count it; None where they do not.
+        metered: whether the route counts against quotas, where the tenant has any.
+        admitted: as the tenant's quotas count it; None where there are no quotas.
+        charged: whether the handler has said how many tokens it used.
         usage: its tokens so far.
         failure: the error that ended a stream after its head.
         ignored: fields of the body that had no effect.
@@ -152,12 +154,14 @@ class Call:
         "admitted",
         "arrived",
         "body",
+        "charged",
         "exchange",
         "failure",
         "first_token_at",
         "held",
         "id",
         "ignored",
+        "metered",
         "names",
         "path",
         "query",
@@ -179,6 +183,7 @@ class Call:
         self.route: Route[Handler] | None = None
         self.names: Mapping[str, str] = {}
         self.tenant = NO_TENANT
+        self.metered = self.charged = False
         self.admitted: Admitted | None = None
         self.usage = TokenUsage()
         self.body: Any = None
@@ -230,15 +235,16 @@ class Call:
     @property
     def counts(self) -> bool:
         """Whether it counts against the tenant's quota."""
-        if self.admitted is None or self.route is None:
+        if not self.metered or self.route is None:
             return False
-        return self.route.meter is not Meter.CONTINUED or self.admitted.charged is not None
+        return self.route.meter is not Meter.CONTINUED or self.charged
 
     def charge(self, usage: TokenUsage) -> None:
         """Charge the caller for all tokens of this call so far. Earlier charges of it are counted in."""
-        assert self.admitted is not None, "the route has no quota"
-        self.usage = usage
-        self._front.quotas.charge(self.admitted, usage.charged, time.monotonic())
+        assert self.metered, "the route has no quota"
+        self.usage, self.charged = usage, True
+        if self.admitted is not None:
+            self._front.quotas.charge(self.admitted, usage.charged, time.monotonic())
 
     def access(self) -> Access:
         """The tenant, tokens, replica and time to first token of it so far, for the log."""
@@ -311,7 +317,8 @@ class Front:
         unknown: `report` names fields without effect in the answer, `refuse` refuses the request, `ignore` says nothing.
         ready: raises if requests of a route are not taken now.
         retry_after: seconds, where an error does not say after which time to try again.
-        before: called before each request.
+        before: called before each request; None if nothing is to be done then.
+        on_serving: called on the event loop on which the front is served, once or more often.
         ledger: gets the tokens of each request that counts against quotas.
         span_name: of the traces of requests that count against quotas.
         active: requests that are being answered.
@@ -328,7 +335,8 @@ class Front:
     unknown: str = "report"
     ready: Callable[[Route[Handler]], object] = lambda route: None
     retry_after: Callable[[], float | None] = lambda: None
-    before: Callable[[], None] = lambda: None
+    before: Callable[[], None] | None = None
+    on_serving: Sequence[Callable[[], None]] = ()
     tracer: Tracer | None = None
     ledger: UsageLog | None = None
     span_name: str = "request"
@@ -336,7 +344,8 @@ class Front:
 
     async def serve(self, exchange: Exchange) -> Answer | None:
         """The answer, which the adapter sends; None if it was streamed, or the client has left."""
-        self.before()
+        if self.before is not None:
+            self.before()
         call, answer, status = Call(self, exchange), None, CLIENT_GONE
         self.active += 1
         try:
@@ -396,8 +405,11 @@ class Front:
             if route.meter is Meter.FREE:
                 answer = await self._handle(call, route)
             else:
-                continued = route.meter is Meter.CONTINUED
-                with self.quotas.admit(call.tenant.name, call.arrived, continued=continued) as call.admitted:
+                call.metered = True
+                if self.quotas.limited:
+                    continued = route.meter is Meter.CONTINUED
+                    call.admitted = self.quotas.admit(call.tenant.name, call.arrived, continued=continued)
+                with call.admitted or nullcontext():
                     if self.tracer is not None:
                         attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
                         call.span = self.tracer.request(self.span_name, call.headers, attributes)
@@ -405,7 +417,7 @@ class Front:
             ending.error = call.failure
             ending.status = answer.status if answer is not None else 200
             served = call.failure is None and (answer is None or answer.status < 400)
-            if route.meter is Meter.TOKENS and served and call.admitted and call.admitted.charged is None:
+            if route.meter is Meter.TOKENS and served and call.metered and not call.charged:
                 raise IntegrityError(f"{route.name} answered without a charge")
             return answer
 

@@ -160,6 +160,8 @@ async def serving(front: Front, listener: socket.socket, config: ServerConfig) -
     runner = web.ServerRunner(http, shutdown_timeout=_FLUSH_SECONDS)
     await runner.setup()
     factory = connections.factory(http)
+    for begin in front.on_serving:
+        begin()
     server = await asyncio.get_running_loop().create_server(factory, sock=listener, backlog=_BACKLOG)
     sweep = background(connections.sweep(), "closing connections that exceed a limit")
     try:

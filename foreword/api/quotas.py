@@ -90,11 +90,15 @@ class Quotas:
 
     Args:
         quotas: by tenant; the tenant `*` stands for all that are not listed. Without it they have no limits.
+
+    Attributes:
+        limited: whether any tenant has limits.
     """
 
     def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
         self._quotas = dict(quotas or {})
         self._default = self._quotas.get(EVERYONE)
+        self.limited = bool(self._quotas)
         self._accounts: OrderedDict[str, _Account] = OrderedDict()
 
     @classmethod

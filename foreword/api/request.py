@@ -17,6 +17,8 @@ from foreword.decoders import decode_json
 from foreword.errors import BadRequest
 from foreword.tokens.structured_output import StructuredOutput as OutputFormat
 
+# What a server is, to a router.
+ReplicaKind = Literal["foreword", "vllm", "openai"]
 DialectName = Literal["chat", "completions", "responses", "messages", "embeddings", "other"]
 Role = Literal["system", "user", "assistant", "tool"]
 Prompt = str | tuple[int, ...]
@@ -30,6 +32,7 @@ __all__ = [
     "Message",
     "OutputFormat",
     "Prompt",
+    "ReplicaKind",
     "Role",
     "Tool",
     "ToolCall",
@@ -114,10 +117,28 @@ class CacheControl(Struct, frozen=True):
 
 
 class Continuation(Struct, frozen=True):
-    """Where another server's stream broke: its prompt, and the output that the client has, as token ids."""
+    """Where another server's stream broke: its prompt, and the output that the client has, as token ids.
+
+    Attributes:
+        output: of the only choice. Empty where a request has several.
+        choices: of several, those that had not ended, each with its index and its output, which may be empty.
+        ended_tokens: tokens of the choices that had ended.
+    """
 
     prompt: tuple[int, ...]
-    output: tuple[int, ...]
+    output: tuple[int, ...] = ()
+    choices: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    ended_tokens: int = 0
+
+    @property
+    def parts(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The choices to continue: index and output."""
+        return self.choices or ((0, self.output),)
+
+    @property
+    def sent_tokens(self) -> int:
+        """Output tokens that other servers have sent."""
+        return self.ended_tokens + sum(len(output) for _, output in self.parts)
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,17 +104,17 @@ class RetentionBook:
         self._clock = clock
         self._lock = threading.RLock()
         self._tenants: dict[str, _Tenant] = {}
-        self._keys: dict[bytes, Retained] = {}
+        self.entries: dict[bytes, Retained] = {}
         self._named: list[Reservation] = []
         self._named_blocks: Counter[int] = Counter()
         self._uses = 0
         self._next_expiry = math.inf  # nothing expires earlier
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.entries)
 
     def __contains__(self, one: Retained) -> bool:
-        return self._keys.get(one.key) is one
+        return self.entries.get(one.key) is one
 
     @property
     def kept_blocks(self) -> int:
@@ -141,7 +141,7 @@ class RetentionBook:
 
     def all(self) -> list[Retained]:
         with self._lock:
-            return list(self._keys.values())
+            return list(self.entries.values())
 
     # Named prefixes
 
@@ -273,7 +273,7 @@ class RetentionBook:
             if lowest.rank > rank:
                 return f"all {self._most} retentions have a higher priority"
             self._drop(lowest)
-        return f"the engine has {_MAX_ENTRIES} retentions already" if len(self._keys) >= _MAX_ENTRIES else ""
+        return f"the engine has {_MAX_ENTRIES} retentions already" if len(self.entries) >= _MAX_ENTRIES else ""
 
     def _enter(
         self,
@@ -291,7 +291,7 @@ class RetentionBook:
         self._tenants[tenant] = owner
         if known is None:
             known = Retained(tenant, root, keys, tokens, wish.ttl, wish.priority, expires, self._uses, wish.stored)
-            owner.entries[known.key] = self._keys[known.key] = known
+            owner.entries[known.key] = self.entries[known.key] = known
         else:
             self._let_go(owner.blocks, known)
             if expires >= known.expires:
@@ -317,11 +317,11 @@ class RetentionBook:
 
     def on_path(self, keys: Iterable[bytes]) -> list[Retained]:
         """The retentions that a prompt with these block keys passes, the shortest first. They count as used."""
-        if not self._keys:
+        if not self.entries:
             return []
         with self._lock:
             self.expire()
-            found = [one for key in keys if (one := self._keys.get(key)) is not None]
+            found = [one for key in keys if (one := self.entries.get(key)) is not None]
             for one in found:
                 self._uses += 1
                 one.used = self._uses
@@ -334,22 +334,22 @@ class RetentionBook:
     def adopt(self, one: Retained) -> bool:
         """Enter a retention of another process, which has no blocks on this device yet. False if the tenant has too many."""
         with self._lock:
-            known = self._keys.get(one.key)
+            known = self.entries.get(one.key)
             if known is not None:
                 known.expires = max(known.expires, one.expires)
                 return True
             owner = self._tenants.setdefault(one.tenant, _Tenant())
-            if len(owner.entries) >= self._most or len(self._keys) >= _MAX_ENTRIES:
+            if len(owner.entries) >= self._most or len(self.entries) >= _MAX_ENTRIES:
                 self._forget_empty(one.tenant)
                 return False
-            owner.entries[one.key] = self._keys[one.key] = one
+            owner.entries[one.key] = self.entries[one.key] = one
             self._next_expiry = min(self._next_expiry, one.expires)
             return True
 
     def yield_blocks(self) -> bool:
         """Give up the device blocks of the retention with the lowest rank. False if no retention has blocks."""
         with self._lock:
-            holding = [one for one in self._keys.values() if one.blocks]
+            holding = [one for one in self.entries.values() if one.blocks]
             if holding:
                 one = min(holding, key=_rank)
                 self._let_go(self._tenants[one.tenant].blocks, one)
@@ -358,7 +358,7 @@ class RetentionBook:
     def release(self, tenant: str, keys: Iterable[bytes]) -> list[Retained]:
         """End a tenant's retentions along a chain of keys."""
         with self._lock:
-            found = [one for key in keys if (one := self._keys.get(key)) is not None and one.tenant == tenant]
+            found = [one for key in keys if (one := self.entries.get(key)) is not None and one.tenant == tenant]
             for one in found:
                 self._drop(one)
             return found
@@ -369,14 +369,14 @@ class RetentionBook:
             now = self._clock()
             if now < self._next_expiry:
                 return
-            for one in [one for one in self._keys.values() if one.expires <= now]:
+            for one in [one for one in self.entries.values() if one.expires <= now]:
                 self._drop(one)
-            self._next_expiry = min((one.expires for one in self._keys.values()), default=math.inf)
+            self._next_expiry = min((one.expires for one in self.entries.values()), default=math.inf)
 
     def _drop(self, one: Retained) -> None:
         owner = self._tenants[one.tenant]
         self._let_go(owner.blocks, one)
-        del owner.entries[one.key], self._keys[one.key]
+        del owner.entries[one.key], self.entries[one.key]
         self._forget_empty(one.tenant)
         if self.listener is not None and one.stored:
             self.listener.dropped(one)

@@ -15,7 +15,7 @@ import typer
 
 from foreword.cli.commands import described
 from foreword.cli.server_client import check_url
-from foreword.config import read_secret
+from foreword.config_layers import read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import typer
 
-from foreword.config import ENV_PREFIX, build, file_keys, is_service_variable, merged_layers
 from foreword.config_files import read_tables
+from foreword.config_layers import ENV_PREFIX, build, file_keys, is_service_variable, merged_layers
 from foreword.configuration import Config
 from foreword.errors import ConfigError, did_you_mean
 

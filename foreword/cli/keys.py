@@ -14,9 +14,9 @@ import typer
 from foreword.cli.commands import described
 from foreword.cli.server_client import plural
 from foreword.cli.store import TenantSecret, salt_of
-from foreword.config import EncryptionConfig
 from foreword.config_files import read_encryption
 from foreword.errors import ConfigError
+from foreword.store_config import EncryptionConfig
 
 if TYPE_CHECKING:
     from foreword.store.data_keys import DataKeys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
-from foreword.config import read_secret
+from foreword.config_layers import read_secret
 from foreword.errors import BadRequest, ConfigError, ForewordError, reason_of
 
 if TYPE_CHECKING:

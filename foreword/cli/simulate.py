@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from foreword.cli.commands import check_file, described
-from foreword.config import read_secret
+from foreword.config_layers import read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:

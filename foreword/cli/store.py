@@ -17,8 +17,10 @@ from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
 from foreword.cli.commands import described
 from foreword.cli.server_client import call_server, plural
-from foreword.config import EncryptionConfig, check_secret, read_secret
+from foreword.config import check_secret
+from foreword.config_layers import read_secret
 from foreword.errors import ConfigError
+from foreword.store_config import EncryptionConfig
 
 if TYPE_CHECKING:
     from foreword.prefixes.erasure import StoredChains

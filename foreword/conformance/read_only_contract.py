@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import pytest
 
@@ -11,9 +12,14 @@ from foreword.conformance.calls import call_from_threads, calls_of
 from foreword.conformance.frames import make_frames, names_of, read, soon, whole
 from foreword.errors import StoreTimeout, StoreUnavailable
 from foreword.store.base import MISSING, Store
-from foreword.store.frame import Frame, check, frame
+from foreword.store.frame import Frame, Header, check, frame
+from foreword.store.memory.memory_store import MemoryStore
 
 Holding = Callable[[Sequence[Frame]], Store]
+
+
+def _unread(one: Frame) -> Header:
+    return Header.unread(one.name, one.header.length)
 
 
 class ReadContract:
@@ -57,6 +63,25 @@ class ReadContract:
         assert lengths[:2] == [size, size] and max(lengths[2:]) <= MISSING
         assert large[:size] == frames[0].data and arena[50 : 50 + size] == frames[1].data
         assert bytes(arena[:50]) + bytes(arena[50 + size :]) == b"\xaa" * 100
+
+    def test_frames_are_read_into_reserved_slots(self, holding: Holding) -> None:
+        """A store reads straight into slots that another one has reserved, and writes nothing beside them. Published there, the
+        blocks are those that were put, with their places in the chain."""
+        frames, between = make_frames(7, 8, 9000), make_frames(8, 8, 9000)
+        store, other = holding(frames), MemoryStore(1 << 20)
+        with closing(store), closing(other):
+            wanted = [header for pair in zip(frames, between, strict=True) for header in map(_unread, pair)]
+            reserved = other.reserve(wanted, unread=True, deadline=soon())
+            places = reserved.frames()
+            for place in places[1::2]:
+                place[:] = b"\xaa" * len(place)
+            lengths = store.get(names_of(frames), places[::2], deadline=soon())
+            assert lengths == [len(one.data) for one in frames]
+            assert {bytes(place) for place in places[1::2]} == {b"\xaa" * len(places[1])}
+            assert other.publish(reserved, range(0, 16, 2)) == 8
+            assert read(other, frames) == whole(frames) and read(other, between) == [None] * 8
+            found = {one.name: (one.parent, one.depth) for one in other.scan(deadline=soon())}
+            assert found == {one.name: (one.header.parent, one.header.depth) for one in frames}
 
     def test_a_passed_deadline(self, holding: Holding) -> None:
         """A call after its deadline raises StoreTimeout and changes nothing."""

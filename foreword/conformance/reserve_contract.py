@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -22,7 +23,7 @@ from foreword.conformance.frames import (
 )
 from foreword.errors import StoreUnavailable
 from foreword.store.base import ReservedSlots, Store
-from foreword.store.frame import Frame
+from foreword.store.frame import Frame, Header
 
 
 def reserve(store: Store, frames: Sequence[Frame]) -> ReservedSlots:
@@ -185,6 +186,22 @@ class ReserveContract:
         write(reserved, new)
         assert small_reserving.publish(reserved) == 5
         assert read(small_reserving, new) == whole(new)
+
+    def test_parents_are_taken_from_the_frames(self, small_reserving: Store) -> None:
+        """Blocks whose parents were not known, or guessed wrongly, when their slots were reserved are evicted from the end of
+        their chain, and blocks behind a published one do not evict it."""
+        chain, draw = make_frames(138, SMALL_BLOCKS, SMALL_PAYLOAD), random.Random(1)
+        names = names_of(chain)
+        for low in (0, 4):
+            part = chain[low : low + 4]
+            guesses = [b"", draw.choice(names), names[low - 1], draw.choice(names)]
+            headers = [Header.unread(one.name, SMALL_PAYLOAD, guess) for one, guess in zip(part, guesses, strict=True)]
+            reserved = small_reserving.reserve(headers, unread=True, deadline=soon())
+            write(reserved, part)
+            assert small_reserving.publish(reserved) == 4
+        for count in range(1, 5):
+            assert put_all(small_reserving, make_frames(139, count, SMALL_PAYLOAD)) == count
+            assert present(small_reserving, chain) == [number < SMALL_BLOCKS - count for number in range(SMALL_BLOCKS)]
 
     def test_a_frame_that_is_reserved_and_too_long(self, small_reserving: Store) -> None:
         """It gets no slot, and nothing is evicted for it."""

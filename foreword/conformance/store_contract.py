@@ -18,7 +18,6 @@ import pytest
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.blocks.salt import TENANT_BYTES
-from foreword.config import EncryptionConfig
 from foreword.conformance.budget_contract import BudgetContract
 from foreword.conformance.calls import call_from_threads
 from foreword.conformance.frames import make_frames, names_of, present, put_all, read, soon, whole
@@ -28,6 +27,7 @@ from foreword.errors import BadFrame
 from foreword.store.base import Store
 from foreword.store.frame import Frame, check, frame
 from foreword.store.tiered import TieredStore
+from foreword.store_config import EncryptionConfig
 
 Damage = Callable[[Store, Frame, bytes], None]
 

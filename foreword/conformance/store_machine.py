@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from foreword.conformance.frames import SMALL_BYTES, SMALL_PAYLOAD, make_frames, names_of, put_all, read, soon
 from foreword.store.base import Name, ReservedSlots, Store
-from foreword.store.frame import Frame
+from foreword.store.frame import Frame, Header
 
 _TRUNK = make_frames(200, 2, SMALL_PAYLOAD)
 _CHAINS: tuple[tuple[Frame, ...], ...] = (
@@ -77,9 +77,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert kept == len(stored) if not self.bounded else kept <= len(stored)
 
     @precondition(lambda self: self.reserves)
-    @rule(part=_parts)
-    def reserve(self, part: Sequence[Frame]) -> None:
-        reserved = self.store.reserve([one.header for one in part], deadline=soon())
+    @rule(part=_parts, unread=st.booleans())
+    def reserve(self, part: Sequence[Frame], unread: bool) -> None:
+        known = [Header.unread(one.name, one.header.length) if unread else one.header for one in part]
+        reserved = self.store.reserve(known, unread=unread, deadline=soon())
         mine = [part[at] for at in reserved.positions]
         new = {name for name in names_of(part) if name not in self.blocks and name not in self.reserved}
         assert set(names_of(mine)) == new if not self.bounded else set(names_of(mine)) <= new

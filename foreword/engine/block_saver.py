@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.blocks.prefix_cache import HOLE, PrefixCache
 from foreword.blocks.runs import consecutive_runs
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.offload.manager import OffloadManager
+
+if TYPE_CHECKING:
+    from foreword.engine.loop import Hooks
 
 # Steps with fewer prompt tokens say little about the speed of prefill.
 _MEASURED_TOKENS: Final = 64
@@ -25,6 +28,13 @@ class BlockSaver:
 
     def __init__(self, cache: PrefixCache, offload: OffloadManager) -> None:
         self._cache, self._offload = cache, offload
+
+    def attach(self, hooks: Hooks) -> None:
+        """Save from now on."""
+        hooks.stepped.append(self.note_step)
+        hooks.arrived.append(self.save_arrived)
+        hooks.computed.append(self.save_chunk)
+        hooks.ended.append(self.end)
 
     def note_step(self, step: Step, seconds: float) -> None:
         """Measure the speed of prefill: a step took `seconds` seconds."""
@@ -75,9 +85,12 @@ class BlockSaver:
         if left:
             sequence.unsaved[number] = left
 
-    def end(self, sequence: SequenceState) -> None:
-        """The sequence's blocks are free from now on."""
-        self._offload.note_dropped(sum(map(len, sequence.unsaved.values())))
+    def end(self, sequence: SequenceState, complete: bool) -> None:
+        """The sequence's blocks are free from now on. What the next turn needs of a complete one is saved."""
+        if complete and sequence.checkpoints is not None:
+            self._save_turn(sequence, sequence.checkpoints)
+        if sequence.unsaved:
+            self._offload.note_dropped(sum(map(len, sequence.unsaved.values())))
 
     def _save_group(self, sequence: SequenceState, number: int, wanted: Sequence[int], *, again: bool = False) -> int:
         """Save these blocks of one KV group, in order of their positions. Returns for how many of the first there was room."""
@@ -104,11 +117,8 @@ class BlockSaver:
             plan.add(wish.end)
         return plan
 
-    def save_turn(self, sequence: SequenceState) -> None:
-        """Save what the next turn needs to continue from the end of this one."""
-        plan, table = sequence.checkpoints, sequence.table
-        if plan is None:
-            return
+    def _save_turn(self, sequence: SequenceState, plan: CheckpointPlan) -> None:
+        table = sequence.table
         full = min(sequence.computed // self._cache.block_size, table.published)
         unsaved = {
             number: [i for i in range(full) if table.groups[number][i] != HOLE and not plan.wanted(number, i)]

@@ -18,7 +18,7 @@ from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
@@ -30,6 +30,9 @@ from foreword.engine.request import Request, SamplingParams
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.engine.torch_runner import TorchRunner
 from foreword.prefixes.mismatch import DEVICE, Mismatch
+
+if TYPE_CHECKING:
+    from foreword.engine.loop import Hooks
 
 log = logging.getLogger(__name__)
 
@@ -143,10 +146,14 @@ class HitAudit:
 
     # Hits
 
+    def attach(self, hooks: Hooks) -> None:
+        """Audit from now on."""
+        hooks.before_step.append(self.before_step)
+        hooks.admitted.append(self.admitted)
+        hooks.idle.append(self)
+
     def admitted(self, sequence: SequenceState) -> None:
         """A sequence was admitted for the first time."""
-        if not self.every:
-            return
         size, table = self._cache.block_size, sequence.table
         source, count = DEVICE, min(max(sequence.cached_tokens, 0) // size, table.published)
         for arrival in (sequence.loaded, sequence.transferred):
@@ -179,11 +186,9 @@ class HitAudit:
     # The engine's loop
 
     def before_step(self) -> None:
-        """Requests are waiting: give back the blocks, and drop what has come into quarantine."""
+        """Requests are waiting: give back the blocks."""
         if self._pending and self._pending[0].table is not None:
             self._suspend(self._pending[0])
-        if self._quarantine.keys is not self._applied:
-            self._apply_quarantine()
 
     def pause(self) -> float | None:
         """Seconds until `work` may be called, if the engine stays idle; None if there is nothing to audit."""
@@ -194,8 +199,6 @@ class HitAudit:
 
     def work(self) -> bool:
         """Audit the next segment of a hit, if the budget allows it. False if there is nothing to do now."""
-        if self._quarantine.keys is not self._applied:
-            self._apply_quarantine()
         if self.pause() != 0.0:
             return False
         started = time.monotonic()
@@ -346,10 +349,11 @@ class HitAudit:
             "in quarantine", mismatch.block, len(mismatch.tokens), mismatch.source, mismatch.keys[-1].hex(),
         )  # fmt: skip
         self._on_mismatch(mismatch)
-        self._apply_quarantine()
+        self.apply_quarantine()
 
-    def _apply_quarantine(self) -> None:
-        """Drop all blocks of the tenants of new chains from the device: which of them continue a bad block is not known."""
+    def apply_quarantine(self) -> None:
+        """The quarantine has changed, also that of an engine without audits. Drop all blocks of the tenants of new chains from
+        the device: which of them continue a bad block is not known."""
         keys, known = self._quarantine.keys, self._applied
         self._applied = self._cache.quarantined = keys
         if not keys <= known:

@@ -92,8 +92,8 @@ class KeptPrefixes:
         return NamedKV(self, reservation)
 
     def open(self, request: Request) -> PromptRetentions | None:
-        """The retentions of a prompt that is queued; None if it asks for none and there are none."""
-        if request.index or not (request.retain or request.named or len(self.book)):
+        """The retentions of a prompt that is queued; None for further sequences of it."""
+        if request.index:
             return None
         return PromptRetentions(deque(sorted(request.retain, key=lambda wish: wish.end)), request.named)
 

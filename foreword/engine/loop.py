@@ -12,8 +12,9 @@ import math
 import secrets
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from foreword.blocks.miss_history import MissHistory
@@ -78,6 +79,40 @@ class _TextState:
     on_finish: Callable[[SequenceState], None] | None
 
 
+class IdleWork(Protocol):
+    """Work for the time in which nothing is scheduled."""
+
+    def pause(self) -> float | None:
+        """Seconds until `work` may be called; None if there is nothing to do."""
+
+    def work(self) -> bool:
+        """Do a part of it. False if there is nothing to do now."""
+
+
+@dataclass(slots=True)
+class Hooks:
+    """Functions of the loop's extensions, by event. Each list has those of the extensions that are switched on, in the order in
+    which they were attached; an extension that is off is in none of them. All run on the engine's thread.
+
+    Attributes:
+        before_step: a step is about to be scheduled.
+        admitted: a sequence was admitted, for the first time or again: its cached tokens are known.
+        arrived: KV of a sequence was loaded, or computed by another instance from the given token on (None: loaded).
+        stepped: a step has run, for so many seconds.
+        computed: the KV of a chunk is computed, and its sequence goes on.
+        ended: a sequence has ended, complete or not; its blocks go back behind this. Each is called whatever others raise.
+        idle: work for an engine that has nothing else to do.
+    """
+
+    before_step: list[Callable[[], object]] = field(default_factory=list)
+    admitted: list[Callable[[SequenceState], object]] = field(default_factory=list)
+    arrived: list[Callable[[SequenceState, int | None], object]] = field(default_factory=list)
+    stepped: list[Callable[[Step, float], object]] = field(default_factory=list)
+    computed: list[Callable[[Step, Chunk], object]] = field(default_factory=list)
+    ended: list[Callable[[SequenceState, bool], object]] = field(default_factory=list)
+    idle: list[IdleWork] = field(default_factory=list)
+
+
 class KVTransferHooks(Protocol):
     """Sends KV to other instances and gets KV from them (`disaggregation.instance.Instance`). On the engine's thread."""
 
@@ -103,7 +138,12 @@ class KVTransferHooks(Protocol):
 
 
 class EngineCore:
-    """Requests in, deltas out, a step at a time."""
+    """Requests in, deltas out, a step at a time.
+
+    Attributes:
+        hooks: of the extensions.
+        post: has a function called on the engine's thread before the next step. From any thread.
+    """
 
     def __init__(
         self,
@@ -120,11 +160,14 @@ class EngineCore:
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.cache = cache
+        self.hooks = Hooks()
+        self._posted: deque[Callable[[], object]] = deque()
+        self.post: Callable[[Callable[[], object]], object] = self._posted.append
         self.kept = kept or KeptPrefixes(cache, 0, 0)
+        self.kept.on_release = lambda: self.post(self.kept.settle)
         self.offload = offload
         self.sessions = SessionBook()
         self.on_superseded: Callable[[bytes, Alone], None] = lambda tenant, alone: None
-        self._saver = None if offload is None else BlockSaver(cache, offload)
         self.transfers: KVTransferHooks | None = None
         self.audit: HitAudit | None = None
         self.scheduler = scheduler
@@ -132,6 +175,10 @@ class EngineCore:
         self.steps = 0
         self._runner, self._tokenizer, self._grammars = runner, tokenizer, grammars
         self._history = history or MissHistory(0)
+        if offload is not None:
+            BlockSaver(cache, offload).attach(self.hooks)
+        if history is not None:
+            self.hooks.admitted.append(self._remember)
         self._reports = CacheReports(cache, self._history, offload, tell_other_tenants=limits.tell_other_tenants)
         self._observers = tuple(observers)
         self._texts: dict[SequenceState, _TextState] = {}
@@ -177,7 +224,7 @@ class EngineCore:
         compiled: CompiledOutput | None = None,
         constraint: Constraint | None = None,
     ) -> None:
-        """Queue a request; it becomes `params.n` sequences.
+        """Queue a request; it becomes `params.n` sequences, from its index on.
 
         Args:
             on_finish: called before the sequence's blocks go back.
@@ -190,7 +237,8 @@ class EngineCore:
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed
         seed = secrets.randbits(62) if seed is None else seed % 2**63
-        sequences = [self._open(replace(request, index=index), seed, compiled, on_finish) for index in range(params.n)]
+        indices = range(request.index, request.index + params.n)
+        sequences = [self._open(replace(request, index=index), seed, compiled, on_finish) for index in indices]
         if request.output:
             self._continue(sequences[0], constraint)
         if params.prompt_logprobs is not None:
@@ -225,7 +273,9 @@ class EngineCore:
         params, longest = request.params, self.limits.max_model_len
         total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
         table = self.cache.open(request.tokens, salt=request.salt)
-        sequence = SequenceState(request, table, seed, total, arrived=time.monotonic(), kept=self.kept.open(request))
+        sequence = SequenceState(request, table, seed, total, arrived=time.monotonic())
+        if request.retain or request.named or self.kept.book.entries:
+            sequence.kept = self.kept.open(request)
         sequence.bad_words = self._tokenizer.bad_words(params.bad_words) if params.bad_words else ()
         sequence.constraint = None if compiled is None else compiled.open()
         self._texts[sequence] = _TextState(OutputText(self._tokenizer, request), on_finish)
@@ -305,9 +355,10 @@ class EngineCore:
 
     def step(self) -> list[Delta]:
         """A step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
-        self.kept.settle()
-        if self.audit is not None:
-            self.audit.before_step()
+        while self._posted:
+            self._posted.popleft()()
+        for hook in self.hooks.before_step:
+            hook()
         arrived = self._collect_kv()
         started = time.monotonic()
         seen = self.offload.changes if self.offload is not None else 0
@@ -335,9 +386,9 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - around the requests of one step, which end with it
             return self._fail(step, error)
         self.scheduler.settle(step)
-        if self._saver is not None:
-            self._saver.note_step(step, time.monotonic() - started)
         now = time.monotonic()
+        for hook in self.hooks.stepped:
+            hook(step, now - started)
         deltas: list[Delta] = []
         for chunk in step.chunks:
             deltas += self._alone(chunk.sequence, self._settle, step, chunk, sampled, now)
@@ -346,8 +397,16 @@ class EngineCore:
         return deltas
 
     def _keep(self, sequence: SequenceState) -> None:
-        if sequence.kept is not None:
-            self.kept.computed(sequence.kept, sequence.table, sequence.computed)
+        assert sequence.kept is not None
+        self.kept.computed(sequence.kept, sequence.table, sequence.computed)
+
+    def idle_pause(self) -> float | None:
+        """Seconds until there may be work for an idle engine; None if there is none."""
+        return min((left for one in self.hooks.idle if (left := one.pause()) is not None), default=None)
+
+    def idle_work(self) -> bool:
+        """Do a part of the work for an idle engine. False if there is nothing to do now."""
+        return any(one.work() for one in self.hooks.idle)
 
     def prefetch(self, tokens: Sequence[int], salt: Salt, on_end: Callable[[BlockTable, str], None]) -> None:
         """Load what the stores have of a coming prompt. Raises BadRequest, PromptTooLong, or QueueFull if too many do that."""
@@ -369,8 +428,8 @@ class EngineCore:
         if arrival is not None and self.transfers is not None:
             self.transfers.remote_prefill_ended(sequence)
         self._note_admitted(sequence)
-        if self._saver is not None:
-            self._saver.save_arrived(sequence, None if arrival is None else arrival.start)
+        for hook in self.hooks.arrived:
+            hook(sequence, None if arrival is None else arrival.start)
         if arrival is None or arrival.token is None:
             return []
         return [self._extend(sequence, arrival.token, arrival.logprob, time.monotonic())]
@@ -422,9 +481,10 @@ class EngineCore:
         sequence = chunk.sequence
         if sequence.broken is not None:
             raise sequence.broken
-        if self._saver is not None:
-            self._saver.save_chunk(step, chunk)
-        self._keep(sequence)
+        for hook in self.hooks.computed:
+            hook(step, chunk)
+        if sequence.kept is not None:
+            self._keep(sequence)
         if not chunk.samples:
             return []
         result = sampled.get(sequence)
@@ -532,16 +592,14 @@ class EngineCore:
             ends.callback(self.scheduler.finish, sequence)
             if self.transfers is not None:
                 ends.callback(self.transfers.sequence_ended, sequence, error)
-            if self._saver is not None:
-                ends.callback(self._saver.end, sequence)
-            if complete:
+            for hook in self.hooks.ended:
+                ends.callback(hook, sequence, complete)
+            if complete and sequence.kept is not None:
                 self._keep(sequence)
             retained = self.kept.ended(sequence.kept) if sequence.kept is not None else ()
             if complete:
                 if on_finish is not None:
                     on_finish(sequence)
-                if self._saver is not None:
-                    self._saver.save_turn(sequence)
                 retired = self._note_session(sequence)
         for alone in retired:
             keys = self.cache.unused(alone.keys) if alone.drop else alone.keys
@@ -602,13 +660,17 @@ class EngineCore:
             self.kept.admitted(sequence.kept, sequence.table, sequence.num_prompt)
         if sequence.request.want_cache_report:
             sequence.report = self._reports.report(sequence)
-        if self.audit is not None:
-            self.audit.admitted(sequence)
-        if not sequence.table.hidden:
-            self._history.add(sequence.request.salt, sequence.table.chain.tokens)
-        loaded = tuple(self._reports.loaded_tokens(sequence).items())
+        for hook in self.hooks.admitted:
+            hook(sequence)
+        loaded: tuple[tuple[str, int], ...] = ()
+        if sequence.loaded is not None or sequence.transferred is not None:
+            loaded = tuple(self._reports.loaded_tokens(sequence).items())
         seconds = sequence.loaded.seconds if sequence.loaded is not None else 0.0
         self.notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded, seconds))
+
+    def _remember(self, sequence: SequenceState) -> None:
+        if not sequence.table.hidden:
+            self._history.add(sequence.request.salt, sequence.table.chain.tokens)
 
     def _note_token(self, sequence: SequenceState, now: float) -> None:
         if sequence.last_token_at < 0:

@@ -19,17 +19,21 @@ class OutputText:
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.params
         self._stream = tokenizer.stream(request.tokens, skip_special_tokens=params.skip_special_tokens)
-        self._stops = StopFinder(params.stop_strings, include=params.include_stop, reasoning=params.reasoning)
+        self._stops: StopFinder | None = None
+        if strings := params.stop_strings:
+            self._stops = StopFinder(strings, include=params.include_stop, reasoning=params.reasoning)
         self._least, self._tokens = params.min_tokens, 0
 
     def push(self, token: int) -> tuple[str, str | None]:
         """The text that can be returned after one more token, and the stop string that it completes, if any."""
         self._tokens += 1
-        return self._stops.push(self._stream.push(token), counts=self._counts)
+        text = self._stream.push(token)
+        return (text, None) if self._stops is None else self._stops.push(text, counts=self._counts)
 
     def close(self) -> tuple[str, str | None]:
         """The text that was held back, as no more tokens follow, and the stop string that it completes, if any."""
-        return self._stops.close(self._stream.flush(), counts=self._counts)
+        text = self._stream.flush()
+        return (text, None) if self._stops is None else self._stops.close(text, counts=self._counts)
 
     @property
     def _counts(self) -> bool:

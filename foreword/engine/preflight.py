@@ -19,7 +19,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from foreword.config import EncryptionConfig, StoreConfig, check_folder, parse_bytes
+from foreword.config import check_folder, parse_bytes
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, did_you_mean, reason_of
@@ -27,6 +27,7 @@ from foreword.process_config import check_source
 from foreword.store.store_keys import keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse
+from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import TlsSettings
 from foreword.transfer_config import TransferConfig

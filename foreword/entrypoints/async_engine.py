@@ -22,7 +22,6 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 from foreword.blocks.salt import GENERATION_BYTES, NO_SALT, Salt, tenant_digest
 from foreword.blocks.session_book import SessionBook
-from foreword.config import EncryptionConfig, StoreConfig
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
 from foreword.disaggregation.kv_view import KVView
@@ -41,6 +40,7 @@ from foreword.events import Event, Observer
 from foreword.futures import complete
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
+from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.tokens.tokenizer import Tokenizer
 from foreword.transfer_config import TransferConfig
 
@@ -83,6 +83,7 @@ class AsyncEngine:
         instance: this engine among other instances; None unless it has a role.
         served: what other instances have read of its blocks; None unless it has a role.
         unclaimed: migrated requests whose client has not come for them yet.
+        failed: the error that has ended the engine; None while it runs.
         audit, quarantine: the live audit of hits, and the chains that it, or that of another instance, has found to be wrong.
     """
 
@@ -104,7 +105,7 @@ class AsyncEngine:
         self._listeners: dict[str, _Listener] = {}
         self._active: set[str] = set()
         self._closing = False
-        self._failed: str | None = None
+        self.failed: str | None = None
         if transfer is not None and role is not None:
             self.served = parts.block_server(self.post)
             view = KVView(parts.runner.layers, self.served.layout)
@@ -113,8 +114,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
         if parts.keys is not None:
             parts.keys.on_end.append(self._generation_ended)
-        self._core.kept.on_release = lambda: self.post(self._core.kept.settle)
-        self.quarantine.on_change = lambda: self.post(lambda: None)  # an idle engine looks at the quarantine then
+        self._core.post = self.post
         self._thread.start()
 
     @classmethod
@@ -169,7 +169,8 @@ class AsyncEngine:
 
         async def prepare() -> None:
             nonlocal compiled, constraint
-            self.prefixes.follow_public()
+            if time.monotonic() >= self.prefixes.look_at:
+                self.prefixes.follow_public()
             compiled = await self.compile(request.params, request.salt)
             if compiled is not None and request.output:
                 work = partial(self._core.constraint_after, request, compiled)
@@ -365,6 +366,10 @@ class AsyncEngine:
         """The sessions of all tenants."""
         return self._core.sessions
 
+    def queue(self) -> tuple[int, int]:
+        """Sequences that run, and those that wait, now. From any thread."""
+        return len(self._core.scheduler.running), len(self._core.scheduler.waiting)
+
     def status(self) -> EngineStatus:
         """From any thread; the numbers may be a step apart from each other."""
         core, pool = self._core, self._core.cache.pool
@@ -378,7 +383,7 @@ class AsyncEngine:
             retained_blocks=core.kept.book.kept_blocks,
             preemptions=core.scheduler.num_preemptions,
             steps=core.steps,
-            failed=self._failed,
+            failed=self.failed,
         )
 
     async def common_prefixes(self, tenant: bytes = b"", limit: int = 8) -> list[CommonPrefix]:
@@ -484,7 +489,7 @@ class AsyncEngine:
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()  # a caller that is cancelled does not take back what was posted
         if not self.post(lambda: complete(future, function)):
-            raise EngineFailed(self._failed) if self._failed else ShuttingDown("the engine is closed")
+            raise EngineFailed(self.failed) if self.failed else ShuttingDown("the engine is closed")
         return await asyncio.wrap_future(future)
 
     def notify(self, event: Event) -> None:
@@ -494,7 +499,7 @@ class AsyncEngine:
     def post(self, work: Callable[[], object]) -> bool:
         """Run `work` on the engine's thread between two steps; False if the engine has ended. From any thread."""
         with self._wake:
-            if self._closing or self._failed is not None:
+            if self._closing or self.failed is not None:
                 return False
             self._inbox.append(work)
             self._wake.notify()
@@ -509,12 +514,12 @@ class AsyncEngine:
                     self._do(self._inbox.popleft())
                 if self._core.has_work():
                     self.deliver(self._core.step())
-                elif self.audit is not None:
-                    self.audit.work()
+                else:
+                    self._core.idle_work()
         except Exception as error:
             with self._wake:
-                self._failed = f"{type(error).__name__}: {error}"
-            message = f"the engine stopped: {self._failed}"
+                self.failed = f"{type(error).__name__}: {error}"
+            message = f"the engine stopped: {self.failed}"
             raise
         finally:
             # `post` refuses from here on. Calls that are in the inbox already still get an answer.
@@ -535,7 +540,7 @@ class AsyncEngine:
         """Sleep until there is something to do; False when the engine closes."""
         with self._wake:
             while not (self._closing or self._inbox or self._core.has_work()):
-                pause = None if self.audit is None else self.audit.pause()
+                pause = self._core.idle_pause()
                 if pause == 0.0:
                     break
                 self._wake.wait(pause)

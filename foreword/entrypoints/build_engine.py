@@ -21,7 +21,6 @@ from foreword.blocks.public import public_keys
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import PUBLIC, tenant_digest
 from foreword.blocks.session_book import Alone
-from foreword.config import EncryptionConfig, StoreConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.engine import model as models
 from foreword.engine import preflight
@@ -53,6 +52,7 @@ from foreword.store.frame import HEADER_BYTES
 from foreword.store.store_keys import StoreKeys, TenantKeys, keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, open_store, parse
+from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.tokens.tokenizer import Tokenizer
 from foreword.transfer.frame_server import num_frame_slots
 from foreword.transfer.peer import opener as peer_opener
@@ -240,7 +240,11 @@ def build_engine(
         core.on_superseded = partial(_retire, offload, pins)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.block_size)
-    core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
+    core.audit, quarantine = audit, _ = build_audit(config, asdict(info), runner, cache, offload)
+    if config.audit_every:
+        audit.attach(core.hooks)
+    quarantine.on_change = lambda: core.post(audit.apply_quarantine)
+    audit.apply_quarantine()  # what the stores had when they were opened
     kept_there = pins, retentions, erasures, data_keys
     earlier = loaded.earlier.hex()[:32]
     return EngineParts(
@@ -352,7 +356,7 @@ def _engine_core(
     )
     ends, seed = tokenizer.eos_token_ids, config.seed
     limits = EngineLimits(info.max_model_len, info.vocab_size, ends, seed, config.report_other_tenants)
-    history = MissHistory(config.history_tokens)
+    history = MissHistory(config.history_tokens) if config.history_tokens else None
     return EngineCore(
         runner,
         cache,

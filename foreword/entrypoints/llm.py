@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, PUBLIC
-from foreword.config import EncryptionConfig, StoreConfig, build
+from foreword.config_layers import build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams
 from foreword.engine_config import EngineConfig, EngineOptions, PrefixConfig
@@ -24,6 +24,7 @@ from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
+from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.tokens.token_logprob import TokenLogprob
 from foreword.transfer_config import TransferConfig
 
@@ -282,7 +283,7 @@ class LLM:
                     bar.update()
                 if delta.finish_reason == "error":
                     self._core.abort(delta.request_id)  # its other sequences
-        while self._core.audit is not None and self._core.audit.work():
+        while self._core.idle_work():
             pass
 
 

@@ -121,8 +121,11 @@ class _TierLoad:
         load.end_copy([direct.place] * sound if copied else None, whole=whole)
         direct.tier.count_borrowed(sound, self.size * sound // self.count, load.copied_at - began if timed else 0.0)
         if copied and not whole:
-            load.close()
-            direct.read_again(self.names[sound])
+            # The block is deleted before the load has ended: what is computed in its place is saved then.
+            try:
+                direct.read_again(self.names[sound])
+            finally:
+                load.close()
 
 
 @dataclass(slots=True, eq=False)

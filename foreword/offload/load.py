@@ -31,6 +31,7 @@ class StoreLoad:
         deadline: end of the load.
         held_up: the load waits for that work, which computing would wait for too: its deadline moves. `waited`: for how many
             seconds it did.
+        full: a faster tier has no room for more of it, and gets no later blocks, which would push out the first ones.
         loaded: number of blocks that were loaded; `tiers` are the tiers that they came from.
         copied_at: when the last copy that has ended was seen to have.
         copying: copies into the blocks that have begun and are not known to be done.
@@ -49,6 +50,7 @@ class StoreLoad:
     held_up: bool = False
     waited: float = 0.0
     copied_at: float = 0.0
+    full: bool = False
     loaded: int = 0
     tiers: list[int] = field(default_factory=list)
     copying: int = 0

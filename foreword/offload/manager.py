@@ -36,6 +36,7 @@ from foreword.offload.load import StoreLoad
 from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.lookups import LookupCounts, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
+from foreword.offload.slot_reads import read_into, slots_target
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
 from foreword.store.background import use_background_cores
@@ -252,7 +253,9 @@ class OffloadManager:
             if directly := self._load_direct(store_load, done, deadline, queued, known=known):
                 done += directly
                 continue
-            loaded = self._load_lent(store_load, done, count, deadline)
+            loaded = self._load_lent(store_load, done, count, deadline) or self._load_through(
+                store_load, done, count, deadline
+            )
             if not loaded:
                 slots = self._slots_to_load(store_load, count, deadline, queued)
                 loaded = self._load_group(store_load, done, slots, deadline, queued) if slots is not None else 0
@@ -334,7 +337,9 @@ class OffloadManager:
                 oldest.direct.end(store_load, copied=loaded, timed=not held_up)
             else:
                 store_load.end_copy([one.tier for one in oldest.found] if loaded else None)
-                if loaded:
+                if loaded and store_load.full:
+                    self._writer.drop_promotion(oldest.slots, self._loading_slots)
+                elif loaded:
                     self._promote(oldest.found, oldest.slots, store_load.started)
                 else:
                     self._loading_slots.give(oldest.slots)
@@ -358,6 +363,30 @@ class OffloadManager:
             self._copy(store_load, done, lent.slots[:usable], groups, lent)
             store_load.end_copy([place] * usable)
             return usable
+
+    def _load_through(self, store_load: StoreLoad, done: int, count: int, deadline: float) -> int:
+        """Read up to `count` blocks straight into the memory of a faster tier, which keeps them, load them from there up to the
+        first that was not read, and return how many were loaded. Into devices none."""
+        place, *others = store_load.places[done : done + count]
+        into = slots_target(self.store, place) if self._staging.copies_lent and not store_load.full else None
+        if into is None:
+            return 0
+        end = done + 1 + len(list(itertools.takewhile(place.__eq__, others)))
+        names, groups = store_load.names[done:end], store_load.groups[done:end]
+        sizes = [self._staging.block_bytes[group] for group in groups]
+        before = store_load.names[max(done - count, 0) : done]
+        read = read_into(self.store, place, names, sizes, into, deadline=deadline, before=before)
+        store_load.full = read.reserved.full
+        try:
+            lent = read.loan
+            usable = self._count_usable((one for one in read.frames if one is not None), groups[: len(lent.slots)])
+            if not usable or not store_load.begin_copy():
+                return 0
+            self._copy(store_load, done, lent.slots[:usable], groups, lent)
+            store_load.end_copy([place] * usable)
+            return usable
+        finally:
+            read.end(lambda headers, publish: self._writer.unless_erased(store_load.started, headers, publish))
 
     def _load_group(
         self, store_load: StoreLoad, done: int, slots: list[int], deadline: float, queued: deque[_GroupCopy]

@@ -172,6 +172,12 @@ class WriteBehind:
         for batch in batches:
             self._queue(batch)
 
+    def drop_promotion(self, slots: Sequence[int], pool: StagingSlots) -> None:
+        """Count blocks that a faster tier has no room for, and give their slots back."""
+        with self._changed:
+            self.dropped_promotions += len(slots)
+        pool.give(slots)
+
     def promote(
         self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int], started: float
     ) -> None:
@@ -268,6 +274,16 @@ class WriteBehind:
             self._changed.wait_for(lambda: not any(batch.writing for batch in busy), timeout)
             return sum(len(batch.headers) for batch in busy if batch.writing)
 
+    def unless_erased(self, started: float, headers: Sequence[Header], publish: Callable[[], None]) -> bool:
+        """Make a call that lets blocks be found, unless some were erased since `started`, when their load began. It must be
+        quick. Returns whether it was made."""
+        # Under the lock: an erasure begins before the call, and is seen here, or after it, and finds the blocks in their tier.
+        with self._changed:
+            if any(started <= at and any(one.root.startswith(roots) for one in headers) for roots, at in self._erased):
+                return False
+            publish()
+            return True
+
     def flush(self, timeout: float) -> bool:
         """Wait until the queue is empty. False if that takes longer than `timeout` seconds."""
         with self._changed:
@@ -330,7 +346,7 @@ class WriteBehind:
             if taken and size + len(batch.headers) > self._max_write_slots:
                 break
             if batch.postponed and not batch.slots:
-                slots = batch.pool.take(len(batch.headers))
+                slots = self._slots_for(batch)
                 if slots is None:  # loads have them
                     waits.add(batch.load)
                     continue
@@ -340,6 +356,21 @@ class WriteBehind:
             taken.append(batch)
             size += len(batch.headers)
         return taken
+
+    def _slots_for(self, batch: WriteBatch) -> list[int] | None:
+        """Slots for a postponed promotion: free ones, or those of later blocks of its load, which wait for it."""
+        slots = batch.pool.take(len(batch.headers))
+        while slots is None:
+            mine = (one for one in reversed(self._batches) if one.promotion and one.load == batch.load)
+            last = next((one for one in mine if one.slots and one.is_stored()), None)
+            if last is None:
+                return None
+            self._batches.remove(last)
+            given, last.slots = last.slots, []
+            self._postpone(last)
+            batch.pool.give(given)
+            slots = batch.pool.take(len(batch.headers))
+        return slots
 
     def _sealed(self, batch: WriteBatch) -> list[Frame]:
         """The batch's frames. The first tier that writes the batch adds headers and checksums, or reads what was postponed."""

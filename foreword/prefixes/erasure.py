@@ -28,11 +28,11 @@ from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnre
 from foreword.prefixes.kept_records import PREFIXES, PrefixRecord
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, record_tenant, step_deadline
 from foreword.store.layout_records import layouts
+from foreword.store.local_records import ReadOnlyStore
 from foreword.store.shared_records import SharedRecords
 from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import OnFailure, TieredStore, raise_failure
-from foreword.store.wrappers import ReadOnlyStore
 
 SCAN_WITHIN = 600.0  # seconds for a scan of all tiers
 KEY_STORE = "key store"  # the place of data keys in receipts

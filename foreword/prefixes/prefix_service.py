@@ -210,6 +210,11 @@ class PrefixService:
 
     # Sharing
 
+    @property
+    def shared(self) -> bool:
+        """Whether other instances see the prefixes."""
+        return self._storage is not None
+
     def stale(self, salt: bytes = b"", name: str | None = None) -> bool:
         """Whether `refresh` should be called: at most every two seconds, or at once for a name that is not known here."""
         if self._storage is None:
@@ -277,10 +282,12 @@ class AsyncPrefixes:
 
     Attributes:
         budget_bytes: how much KV all prefixes may pin; None without a bound.
+        look_at: when `follow_public` has something to do again, by `time.monotonic`; never without shared prefixes.
     """
 
     def __init__(self, service: PrefixService, compute: Compute, budget_bytes: int | None) -> None:
         self.service, self.budget_bytes, self._compute = service, budget_bytes, compute
+        self.look_at = 0.0 if service.shared else math.inf
         self._refreshing: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
@@ -312,7 +319,9 @@ class AsyncPrefixes:
 
     def follow_public(self) -> None:
         """Learn of public prefixes that other instances have registered or removed, in the background, unless that was done
-        within the last seconds. Called before each request."""
+        within the last seconds. Called before requests, from `look_at` on."""
+        if self.service.shared:
+            self.look_at = time.monotonic() + _REFRESH_SECONDS
         if self.service.stale(PUBLIC.tenant) and (self._following is None or self._following.done()):
             self._following = self.later(self._refresh(PUBLIC.tenant, None))
 

@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 from foreword.blocks.salt import Salt
-from foreword.config import StoreConfig
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.build_engine import build_engine
 from foreword.referee.worker import serve
+from foreword.store_config import StoreConfig
 
 
 class EmbeddedEngine:

@@ -13,13 +13,13 @@ import aiohttp
 
 from foreword.api.dialects.answer_reader import error_of
 from foreword.errors import ForewordError, connection_reason
-from foreword.observability.tracing import Span
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream
 from foreword.routing.placement import Decision, PlacementQuery
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
+    from foreword.observability.tracing import Span
     from foreword.router.suspicious import Flight
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from foreword.api import logprobs
 from foreword.api.dialects.answer_reader import AnswerChoice, Logprobs
 from foreword.api.request import GenerateRequest
 from foreword.errors import ReplicaFailed
+from foreword.router.replica_body import is_repeatable
 from foreword.tokens.stops import StopFinder
 
 # Fields that a continuation replaces, or that concern the first replica only.
@@ -33,8 +34,10 @@ _DROPPED: Final = frozenset(
 
 def why_not_continuable(request: GenerateRequest) -> str | None:
     """Why no other replica can continue the response to this request; None if one can."""
-    if not request.single:
-        return "it has several prompts or choices"
+    if len(request.prompts) > 1:
+        return "it has several prompts"
+    if not request.single and not is_repeatable(request):
+        return "it has several choices and no seed"
     if request.refusal is not None:
         return f"it is not understood here ({request.refusal.message})"
     used = {
@@ -66,10 +69,10 @@ class StreamPosition:
 
 
 class ContinuedResponse:
-    """Converts the next replica's chunks."""
+    """Converts the next replica's chunks of one choice."""
 
-    def __init__(self, request: GenerateRequest, position: StreamPosition) -> None:
-        given = request.sampling
+    def __init__(self, request: GenerateRequest, position: StreamPosition, index: int = 0) -> None:
+        given, self._index = request.sampling, index
         self._finder = StopFinder(given.get("stop", ()), include=given.get("include_stop", False))
         self._chat = request.dialect == "chat"
         # The number of alternatives per token; None without log-probabilities.
@@ -119,7 +122,7 @@ class ContinuedResponse:
         """A choice in the format of the client's interface."""
         body: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
         ended = {"finish_reason": reason, "stop_reason": match} if reason is not None else {"finish_reason": None}
-        return {"index": 0, **body, "logprobs": odds, **ended}
+        return {"index": self._index, **body, "logprobs": odds, **ended}
 
     def _unseen(self, text: str) -> str:
         """The part of this text that the client does not have."""
@@ -137,6 +140,13 @@ class ContinuedResponse:
         tops = None if found.top_logprobs is None else found.top_logprobs[skipped:]
         columns = {"tokens": found.tokens[skipped:], "token_logprobs": found.token_logprobs[skipped:]}
         return {**columns, "top_logprobs": tops, "text_offset": offsets}
+
+
+def repeating_body(request: GenerateRequest, prompt: Sequence[int], max_model_len: int | None) -> dict[str, Any]:
+    """The body of a completion that computes all choices again, with the seed of each: vLLM gives choice `i` the seed of the
+    request plus `i`. Raises ReplicaFailed if the length is needed and unknown."""
+    body = continuation_body(request, prompt, StreamPosition((), "", "", 0), max_model_len)
+    return body | {"n": request.sampling["n"]}
 
 
 def continuation_body(

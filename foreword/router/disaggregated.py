@@ -15,7 +15,7 @@ from foreword.api.request import GenerateRequest
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import ROUTER_FIELDS, edited, path_of, replica_body
+from foreword.router.replica_body import ROUTER_FIELDS, edited, path_of
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, is_refusal
 
 logger = logging.getLogger(__name__)
@@ -32,15 +32,13 @@ _PREFILL_ONLY: Final = {
 _DECODE_FIELDS: Final = frozenset(("stream_options", "min_tokens", "logprobs", "top_logprobs", "return_token_ids"))
 
 
-async def decode_body(proxied: ProxiedRequest, attempt: Attempt) -> bytes:
-    """The body for the decode replica. If the prefill replica fails, the decode replica computes the prompt."""
-    transfer = None
-    if attempt.prefill is not None:
-        transfer = await _transfer_params(proxied, attempt, attempt.prefill)
-        if transfer is None:
-            proxied.decision_text += "; prefill fell back to the decode replica"
-    kind = attempt.upstream.kind
-    return replica_body(proxied.request, kind, proxied.own_fields(kind), transfer)
+async def prefilled(proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:
+    """`kv_transfer_params` for the decode replica, of the KV that `prefill` computes. None if that fails: the decode replica
+    computes the prompt."""
+    transfer = await _transfer_params(proxied, attempt, prefill)
+    if transfer is None:
+        proxied.decision_text += "; prefill fell back to the decode replica"
+    return transfer
 
 
 async def _transfer_params(proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:

@@ -1,9 +1,9 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
 Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits, traces of the traffic, a tokenizer of its own. The others are used where the package is installed: named prefixes, cache
-control, erasures, the dashboard, causes of misses, and the warm-up of replicas that join. The classes here are what a router
-does without them.
+hits, traces, recordings of the traffic, the usage ledger, a tokenizer of its own. The others are used where the package is
+installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes of misses, and the warm-up of
+replicas that join. The classes here are what a router does without them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
 from msgspec import Struct
 
 from foreword.api.dialects.answer_reader import UsageCounts
+from foreword.api.dialects.dialect import Dialect
+from foreword.api.errors import ErrorResponse
 from foreword.api.front import Call, Handler
 from foreword.api.request import GenerateRequest
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.tenants import Tenant
-from foreword.errors import BadRequest, ConfigError, NotFound
+from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
+from foreword.plugins import of_product
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
 from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
@@ -31,15 +33,19 @@ from foreword.router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
+    from foreword.ledger import UsageLedger
+    from foreword.observability.tracing import Tracer
     from foreword.router.replica_pool import ReplicaPool
     from foreword.router.service import Router
     from foreword.routing.fleet import Fleet
     from foreword.tokens.tokenizer import Tokenizer
 
-_PACKAGE: Final = "foreword.router_extras"
+_EXTRAS: Final = "foreword.router_extras:EXTRAS"
 _MISSING: Final = "needs the package foreword-route-extras beside foreword-route"
 # Paths that the extras serve.
-_ROOTS: Final = ("/ui", "/v1/cache", "/v1/prefixes", "/v1/public/prefixes", "/v1/sessions")
+_ROOTS: Final = (
+    "/ui", "/v1/cache", "/v1/messages", "/v1/prefixes", "/v1/public/prefixes", "/v1/responses", "/v1/sessions",
+)  # fmt: skip
 _PATHS: Final = ("/", *_ROOTS, *(f"{root}/{{name:path}}" for root in _ROOTS))
 
 
@@ -111,6 +117,37 @@ class WarmUp:
         """Let a replica that is about to join prefetch common prefixes, within the time limit."""
 
 
+class Translation(ABC):
+    """A request of a dialect that its replicas need not know: they get it as a chat completion.
+
+    Attributes:
+        dialect, request: the client's.
+    """
+
+    dialect: Dialect
+    request: GenerateRequest
+
+    @abstractmethod
+    def begin(self, prompt_tokens: int) -> bytes:
+        """The events before any output."""
+
+    @abstractmethod
+    def events(self, data: bytes) -> bytes:
+        """The client's events for events of a chat completion. Raises ReplicaFailed."""
+
+    @abstractmethod
+    def whole(self, data: bytes) -> bytes:
+        """The client's response for a whole chat completion. Raises ReplicaFailed."""
+
+    @abstractmethod
+    def error_event(self, error: ForewordError) -> bytes:
+        """The end of a stream that failed."""
+
+    @abstractmethod
+    def error_response(self, status: int, data: bytes) -> ErrorResponse:
+        """The client's response for an error response of a replica."""
+
+
 class ServedRequest(Struct, frozen=True):
     """A request that a replica has served, `began` and `computed_at` (its first token) on the router's clock."""
 
@@ -180,22 +217,25 @@ class RouterExtras(ABC):
         """The causes of cache misses, and the trace that `config.record` names. Raises ConfigError."""
 
     @abstractmethod
+    def tracer(self, endpoint: str) -> Tracer:
+        """Traces of requests, for the collector at this URL. Raises ConfigError."""
+
+    @abstractmethod
+    def ledger(self, path: str) -> UsageLedger:
+        """The usage ledger in this file. Raises ConfigError."""
+
+    @abstractmethod
     def load_tokenizer(self, source: str) -> Tokenizer:
         """The router's own tokenizer. Slow. Raises ModelNotFound."""
 
     @abstractmethod
     def add_routes(self, routes: Routes[Handler], router: Router) -> None:
-        """Add the paths of named prefixes, cache control, erasures and the dashboard."""
+        """Add the paths of named prefixes, cache control, erasures, other dialects and the dashboard."""
 
 
 def installed_extras() -> RouterExtras | None:
     """The extras; None where they are not installed."""
-    try:
-        extras: RouterExtras = import_module(_PACKAGE).EXTRAS
-    except ModuleNotFoundError as error:
-        if error.name != _PACKAGE:  # a module that is missing inside of it
-            raise
-        return None
+    extras: RouterExtras | None = of_product(_EXTRAS)
     return extras
 
 

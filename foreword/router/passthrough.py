@@ -8,7 +8,6 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-from foreword.api import stored_responses
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody
 from foreword.api.rights import credentials
@@ -34,8 +33,6 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
     async def model(call: Call) -> dict[str, Any]:
         """A model."""
         return listed_models(router, call.names["name"])
-
-    stored_responses.add_routes(routes, router.responses)
 
     async def tokenize(call: Call) -> Answer:
         """Tokenization, by a replica of the model."""

@@ -26,8 +26,7 @@ import msgspec
 from msgspec import Struct
 
 from foreword.api.chat_template import chat_text
-from foreword.api.dialects.chat_request import ReplicaKind
-from foreword.api.request import GenerateRequest
+from foreword.api.request import GenerateRequest, ReplicaKind
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.bounded import Bounded
 from foreword.blocks.salt import Salt

@@ -33,7 +33,6 @@ from foreword.errors import (
     ShuttingDown,
     UnknownPrefix,
 )
-from foreword.observability.tracing import Span
 from foreword.router.asked import asked_of
 from foreword.router.attempt import (
     Attempt,
@@ -44,9 +43,8 @@ from foreword.router.attempt import (
     retry_after,
 )
 from foreword.router.auth import request_headers, response_headers
-from foreword.router.extras import ServedRequest
+from foreword.router.extras import ServedRequest, Translation
 from foreword.router.prompts import TokenizedPrompt
-from foreword.router.replica_body import Translation
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
 from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, is_refusal, read_whole
 from foreword.router.service import MAX_STALLS, Router
@@ -56,6 +54,7 @@ from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
+    from foreword.observability.tracing import Span
 
 # Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
 _UNKNOWN_BLOCK: Final = 128

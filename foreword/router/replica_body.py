@@ -1,36 +1,22 @@
-"""What the router makes of a client's body: a request, and the bodies for replicas, with as few changes as possible.
-
-Requests of other dialects become chat completions, which every replica knows, and the answers are written in the client's
-dialect. Placement, failover and all guards work on the chat completion; nothing of them depends on the client's dialect.
-"""
+"""What the router makes of a client's body: a request, and the bodies for replicas, with as few changes as possible."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
 
-from foreword.api.dialects.answer_reader import AnswerReader, read_error
-from foreword.api.dialects.chat_request import ReplicaKind, write_request
-from foreword.api.dialects.conversations import conversation
 from foreword.api.dialects.decode import Limits, decode
-from foreword.api.dialects.registry import DIALECTS, Dialect
+from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.sampling import Whole
-from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
-from foreword.api.errors import ErrorResponse
-from foreword.api.output import Usage
 from foreword.api.request import ClientBody, DialectName, GenerateRequest, Message
-from foreword.api.sse import DONE, EventParser
 from foreword.decoders import decode_json
-from foreword.errors import BadRequest, ForewordError
+from foreword.errors import BadRequest
 from foreword.prompt_order import PromptOrder, texts_of
 
-# Keeps a response: its id, the conversation with the answer, and the response as JSON.
-Store = Callable[[str, tuple[Message, ...], bytes], None]
 PATHS: Final[Mapping[DialectName, str]] = {name: dialect.path for name, dialect in DIALECTS.items()}
 # Paths of replicas whose requests are placed and passed on without a dialect here. Their bodies have vLLM's `cache_salt`, so
 # that tenants share nothing (but those of `/v2/embed`), and their answers are whole. `/invocations` is also for the dialects of
@@ -51,8 +37,8 @@ PASSED: Final[Mapping[str, DialectName]] = {
     "/v2/embed": "other",
 }
 _INVOKED: Final[Mapping[str, DialectName]] = {"messages": "chat", "prompt": "completions"}
-# Dialects that replicas need not know.
-TRANSLATED: Final[tuple[DialectName, ...]] = ("responses", "messages")
+# Dialects that replicas need not know, as far as they are installed.
+TRANSLATED: Final = tuple(name for name in DIALECTS if name not in _INVOKED.values())
 # Fields that only the router may set.
 ROUTER_FIELDS: Final = frozenset(("salt", "cache_salt", "priority", "request_id", "kv_transfer_params", "continuation"))
 
@@ -154,7 +140,13 @@ def replica_body(
 def asks_ids(request: GenerateRequest, kind: str) -> bool:
     """Whether the router wants token ids in a stream: with them vLLM leaves the prompt out of its echo. A plain OpenAI server
     does not know them."""
-    return kind != "openai" and request.single and not (request.echo and kind == "vllm")
+    can_go_on = request.single or kind == "foreword" or is_repeatable(request)
+    return kind != "openai" and len(request.prompts) <= 1 and can_go_on and not (request.echo and kind == "vllm")
+
+
+def is_repeatable(request: GenerateRequest) -> bool:
+    """Whether a server that is asked again draws the same tokens, also for several choices: each has a seed of its own."""
+    return request.sampling.get("seed") is not None or request.sampling.get("temperature") == 0
 
 
 def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:
@@ -166,83 +158,17 @@ def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:
     return {"stream_options": options, **({"return_token_ids": True} if ids else {})}
 
 
-def resuming_fields(request: GenerateRequest, prompt: Sequence[int], output: Sequence[int]) -> dict[str, Any]:
-    """The body with which a Foreword server continues a stream after `output`, as if it had sent it itself."""
+def resuming_fields(
+    request: GenerateRequest, prompt: Sequence[int], outputs: Sequence[Sequence[int]], ended: Sequence[bool]
+) -> dict[str, Any]:
+    """The body with which a Foreword server continues a stream after the output of each choice that has not ended, as if it
+    had sent it itself."""
     kept = {name: value for name, value in request.body.fields.items() if name not in ROUTER_FIELDS}
-    continuation = {"prompt_token_ids": prompt, "token_ids": output}
-    return {**kept, **_stream_fields(request, ids=request.single), "continuation": continuation}
-
-
-class Translation:
-    """A request of another dialect.
-
-    Args:
-        store: called with the complete response if the client wants to continue it later.
-    """
-
-    def __init__(
-        self, dialect: Dialect, request: GenerateRequest, model: str, request_id: str, store: Store | None = None
-    ) -> None:
-        self.dialect = dialect
-        self.request = request
-        self._request_id = request_id
-        self._store = store
-        head = ResponseHead(f"{dialect.id_prefix}{request_id}", model, int(time.time()))
-        self._response_id = head.id
-        self._writer = dialect.writer(request, head)
-        self._reader = AnswerReader()
-        self._parser = EventParser()
-        self._answer = ChoiceOutput()
-
-    def begin(self, prompt_tokens: int) -> bytes:
-        """The events before any output."""
-        return b"".join(self._writer.start(Usage(prompt_tokens=prompt_tokens)))
-
-    def events(self, data: bytes) -> bytes:
-        """The client's events for events of a chat completion. Raises ReplicaFailed."""
-        found: list[bytes] = []
-        for event in self._parser.feed(data):
-            if event.data == DONE:
-                found.append(self._writer.end(self._reader.usage, self._reader.report))
-                self._keep()
-            elif not event.data:
-                found.append(event.raw + b"\n\n")
-            else:
-                for delta in self._reader.read_deltas(event.data):
-                    self._answer.add(delta)
-                    found += self._writer.events(delta)
-        return b"".join(found)
-
-    def whole(self, data: bytes) -> bytes:
-        """The client's response for a whole chat completion. Raises ReplicaFailed."""
-        delta = self._reader.read_whole(data)
-        self._answer.add(delta)
-        self._writer.add(delta)
-        answer = to_json(self._writer.whole(self._reader.usage, self._reader.report))
-        self._keep(answer)
-        return answer
-
-    def error_event(self, error: ForewordError) -> bytes:
-        """The end of a stream that failed."""
-        return self._writer.error(error)
-
-    def error_response(self, status: int, data: bytes) -> ErrorResponse:
-        """The client's response for an error response of a replica."""
-        return self.dialect.error_response(read_error(status, data), None, self._request_id)
-
-    def _keep(self, answer: bytes | None = None) -> None:
-        if self._store is None or not self.request.store:
-            return
-        if answer is None:
-            answer = to_json(self._writer.whole(self._reader.usage, self._reader.report))
-        self._store(self._response_id, conversation(self.request, self._answer), answer)
-
-
-def chat_request(request: GenerateRequest, kind: ReplicaKind) -> GenerateRequest:
-    """A request of another dialect as a chat completion for replicas of this kind. Raises BadRequest."""
-    if request.refusal is not None:
-        raise request.refusal
-    body = write_request(request, kind)
-    if request.prefix is not None:
-        body["prefix"] = request.prefix
-    return replace(request, dialect="chat", body=ClientBody(to_json(body)), include_usage=True)
+    continuation: dict[str, Any] = {"prompt_token_ids": prompt}
+    if len(outputs) == 1:
+        continuation["token_ids"] = outputs[0]
+    else:
+        choices = enumerate(zip(outputs, ended, strict=True))
+        continuation["choices"] = [{"index": index, "token_ids": ids} for index, (ids, over) in choices if not over]
+        continuation["ended_tokens"] = sum(len(ids) for ids, over in zip(outputs, ended, strict=True) if over)
+    return {**kept, **_stream_fields(request, ids=True), "continuation": continuation}

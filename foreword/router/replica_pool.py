@@ -17,7 +17,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from foreword.api.dialects.chat_request import ReplicaKind
+from foreword.api.request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.public import is_public
 from foreword.blocks.salt import Salt

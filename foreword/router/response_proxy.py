@@ -10,8 +10,8 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import aiohttp
@@ -22,8 +22,6 @@ from foreword.api import sse
 from foreword.api.dialects.answer_reader import UsageCounts, read_error
 from foreword.api.dialects.decode import is_set
 from foreword.api.dialects.registry import DIALECTS
-from foreword.api.dialects.writer import ResponseHead
-from foreword.api.errors import error_body
 from foreword.api.event_stream import HEADERS, EventStream, comments_of
 from foreword.api.front import Answer
 from foreword.api.outcomes import ClientGone
@@ -31,12 +29,21 @@ from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaF
 from foreword.router import disaggregated
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response
 from foreword.router.auth import response_headers
-from foreword.router.continuation import ContinuedResponse, StreamPosition, continuation_body, why_not_continuable
+from foreword.router.choice_stream import NotReproduced
+from foreword.router.continuation import (
+    ContinuedResponse,
+    StreamPosition,
+    continuation_body,
+    repeating_body,
+    why_not_continuable,
+)
+from foreword.router.extras import Translation
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, TRANSLATED, Translation, path_of, resuming_fields
+from foreword.router.replica_body import PATHS, TRANSLATED, path_of, replica_body, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream, report_of
+from foreword.router.stream_states import FIRST, StreamAction, StreamEvent, StreamMachine, StreamState
 from foreword.router.suspicious import SuspiciousRequest
 from foreword.tasks import apart
 
@@ -76,14 +83,8 @@ async def proxy_response(proxied: ProxiedRequest) -> Answer | None:
             proxied.usage = proxy.stream.usage
 
 
-class _Ended(NamedTuple):
-    """The request is over, with an answer for the client if it has not got a stream."""
-
-    answer: Answer | None
-
-
 class _ResponseProxy:
-    """A response, streamed or whole: one client, and one replica after another.
+    """A response, streamed or whole: performs the actions of `StreamMachine` for one client and one replica after another.
 
     Attributes:
         client: the stream to the client.
@@ -91,6 +92,7 @@ class _ResponseProxy:
 
     def __init__(self, proxied: ProxiedRequest) -> None:
         self.proxied = proxied
+        self.machine = StreamMachine()
         self.stream = ResponseStream(proxied.request)
         keep_alive = proxied.router.stream_keep_alive
         self.client = EventStream(proxied.call, self._headers, keep_alive)
@@ -99,63 +101,64 @@ class _ResponseProxy:
         self._path = path_of(proxied.request)
         self._body: dict[str, Any] | None = None
         self._prompt: TokenizedPrompt | None = None
+        # The present attempt, and its replica's response while that is open.
+        self._attempt: Attempt | None = None
+        self._response: aiohttp.ClientResponse | None = None
+        self._moved: sse.ServerSentEvent | None = None
         # The replica to which the request migrated, if it did.
         self._migrated_to: Upstream | None = None
-        # Why the last attempt ended, and whether the next one continues its response.
+        # A whole response of a replica, and its body; the answer to the client.
+        self._whole: tuple[aiohttp.ClientResponse, bytes] | None = None
+        self._answer: Answer | None = None
+        # Why the last attempt ended; what the client gets if there is no other one.
         self._broke = ""
-        self._continues = False
+        self._error: BaseException = ReplicaFailed("no replica was asked")
+        self._perform: Mapping[StreamAction, Callable[[], Awaitable[StreamEvent | None]]] = {
+            StreamAction.PLACE: self._place,
+            StreamAction.ASK: self._ask,
+            StreamAction.RELAY: self._relay,
+            StreamAction.FOLLOW: self._follow,
+            StreamAction.JUDGE: self._judge,
+            StreamAction.RESTART: self._restart,
+            StreamAction.PLAN: self._plan,
+            StreamAction.NOTE_CONTINUED: self._note_continued,
+            StreamAction.SUCCEED: self._succeed,
+            StreamAction.RELEASE: self._release,
+            StreamAction.SEND_REST: self._send_rest,
+            StreamAction.CLOSE: self._close,
+            StreamAction.GIVE_ANSWER: self._give_answer,
+            StreamAction.GIVE_ERROR: self._give_error,
+            StreamAction.SEND_ANSWER: self._send_answer,
+            StreamAction.SEND_ERROR: self._send_error,
+        }
 
     async def run(self) -> Answer | None:
-        proxied = self.proxied
+        """The answer; None if it was streamed. Raises ForewordError if nothing was sent, and ClientGone."""
+        event, actions = None, FIRST.actions
         while True:
-            try:
-                attempt = await proxied.place(self._prompt)
-            except SuspiciousRequest as error:
-                await self.fail(error)
-                return None
-            except NoReplica as error:
-                await self.fail(error if proxied.weights is None else self._impossible(self._broke, error))
-                return None
-            except ForewordError as error:
-                await self.fail(error)
-                return None
-            if self._continues:
-                self._continues = False
-                proxied.router.metrics.continued("continued")
-            try:
-                response = await self._open(attempt)
-                if response is None:
-                    continue
-                if not isinstance(response, aiohttp.ClientResponse):
-                    return response.answer
-                await self._relay(attempt, response)
-                self._succeeded(attempt)
-            except ClientGone:
-                proxied.left(attempt)
-                raise
-            except (RequestEnded, SuspiciousRequest) as error:
-                proxied.pool.failed(attempt)
-                await self.fail(error)
-                return None
-            except (*CONNECTION_ERRORS, ReplicaFailed) as error:
-                # Errors of the client's connection were converted to ClientGone.
-                await self._lost(attempt, error)
-                self._migrated_to = None
-                self._broke = describe_error(error)
+            for action in actions:
                 try:
-                    complete = await self._prepare_failover(attempt, error)
-                except ForewordError as fatal:
-                    await self.fail(fatal)
-                    return None
-                if complete:
-                    await self._close()
-                    return None
-                continue
-            except BaseException:
-                proxied.left(attempt)
-                raise
-            await self._close()
-            return None
+                    event = await self._perform[action]()
+                except BaseException:
+                    self._leave()
+                    raise
+                if event is not None:
+                    break
+            if event is None:
+                return self._answer
+            actions, event = self.machine.handle(event, headed=self.client.begun), None
+
+    def _leave(self) -> None:
+        """The client has left, the deadline has passed, or something raised that no code expects."""
+        if self.machine.ended:
+            return
+        if StreamAction.LEAVE in self.machine.handle(StreamEvent.LEFT, headed=self.client.begun):
+            self.proxied.left(self._present)
+
+    @property
+    def _present(self) -> Attempt:
+        assert self._attempt is not None
+        return self._attempt
 
     async def broke(self, error: Exception) -> None:
         """Something raised that no code expects, for this request alone: its client gets an error, also behind the head."""
@@ -166,61 +169,128 @@ class _ResponseProxy:
         logger.error("request %s failed", proxied.request_id, exc_info=error)
         await self.fail(ForewordError(f"Internal error; the log has the details under request id {proxied.request_id}"))
 
-    async def _lost(self, attempt: Attempt, error: BaseException) -> None:
-        tokens = self.stream.entries or self.stream.begun
-        try:
-            await self.proxied.lost(attempt, error, at=self._migrated_to, tokens=tokens)
-        except BaseException:
-            self.proxied.pool.failed(attempt)
-            raise
+    # To a replica
 
-    async def _open(self, attempt: Attempt) -> aiohttp.ClientResponse | _Ended | None:
-        """Send the request. Returns a stream of the replica, the end of the request, or None to retry."""
+    async def _place(self) -> StreamEvent:
         proxied = self.proxied
+        try:
+            self._attempt = await proxied.place(self._prompt)
+        except ForewordError as error:
+            impossible = isinstance(error, NoReplica) and proxied.weights is not None
+            self._error = self._impossible(self._broke, error) if impossible else error
+            return StreamEvent.UNPLACED
+        return StreamEvent.PLACED
+
+    async def _at_replica(self, work: Coroutine[Any, Any, StreamEvent]) -> StreamEvent:
+        """Work of an attempt, whose failure is an event. Errors of the client's connection are raised as ClientGone."""
+        try:
+            return await work
+        except ClientGone:
+            raise
+        except NotReproduced as error:
+            self._error = self._impossible(self._broke, error)
+            return StreamEvent.FATAL
+        except (RequestEnded, SuspiciousRequest) as error:
+            self._error = error
+            return StreamEvent.FATAL
+        except (*CONNECTION_ERRORS, ReplicaFailed) as error:
+            self._error = error
+            return StreamEvent.BREAKS
+
+    async def _ask(self) -> StreamEvent:
+        return await self._at_replica(self._send())
+
+    async def _send(self) -> StreamEvent:
+        proxied, attempt = self.proxied, self._present
         if self._body is None:
-            body = await disaggregated.decode_body(proxied, attempt)
+            prefill, kind = attempt.prefill, attempt.upstream.kind
+            transfer = None if prefill is None else await disaggregated.prefilled(proxied, attempt, prefill)
+            body = replica_body(proxied.request, kind, proxied.own_fields(kind), transfer)
         else:
             body = msgspec.json.encode({**self._body, **proxied.own_fields(attempt.upstream.kind)})
         streams = proxied.request.stream
         if not streams:
             proxied.pool.expect_first_token(attempt)
         response, data = await proxied.send(attempt.upstream, body, self._path, streams=streams)
-        self.stream.holds_end = reports = proxied.wants_report and attempt.upstream.kind != "foreword"
+        self.stream.holds_end = proxied.wants_report and attempt.upstream.kind != "foreword"
         if data is None:
-            return response
+            self._response = response
+            return StreamEvent.HEAD
         if await proxied.repairs(attempt, response, data) or await proxied.retries(attempt, response, data):
-            return None
+            return StreamEvent.ELSEWHERE
         passed = proxied.translation is None and proxied.dialect in TRANSLATED
         if response.status in (404, 405) and passed and not proxied.pool.speaks(proxied.dialect):
-            return await self._not_spoken(attempt)
-        if self.client.begun:
-            if self.stream.begun or response.status == 200:
-                raise ReplicaFailed(describe_response(response.status, data))
-            await self._refuse(attempt, response, data)
-            return _Ended(None)
+            # The replica does not speak the client's dialect, and the request cannot be translated.
+            if proxied.request.refusal is None and not self.client.begun:
+                raise ReplicaFailed("it does not know this path")
+            self._error = proxied.request.refusal or ReplicaFailed("it does not know this path")
+            return StreamEvent.FATAL
         if streams and response.status == 200:
-            raise ReplicaFailed("it did not send a stream")
-        answer = proxied.respond(attempt, response, data)
-        return _Ended(await _with_report(answer, proxied.counts, proxied.miss) if reports else answer)
+            said = describe_response(response.status, data) if self.client.begun else "it did not send a stream"
+            raise ReplicaFailed(said)
+        self._whole, self._error = (response, data), ReplicaFailed(describe_response(response.status, data))
+        if self.machine.state is StreamState.ASKED:
+            # What is no answer for any client fails the attempt.
+            answer = proxied.respond(attempt, response, data)
+            explained = self.stream.holds_end
+            self._answer = await _with_report(answer, proxied.counts, proxied.miss) if explained else answer
+        return StreamEvent.ANSWERED
 
-    async def _not_spoken(self, attempt: Attempt) -> _Ended:
-        """The replica does not speak the client's dialect, and the request cannot be translated."""
-        refusal = self.proxied.request.refusal or ReplicaFailed("it does not know this path")
-        if not self.client.begun:
-            raise refusal
-        self.proxied.pool.failed(attempt)
-        await self.fail(refusal)
-        return _Ended(None)
+    async def _judge(self) -> StreamEvent:
+        """The attempt's replica was lost: note it, and whether another attempt is allowed."""
+        proxied, attempt, error = self.proxied, self._present, self._error
+        tokens = self.stream.entries or self.stream.begun
+        try:
+            await proxied.lost(attempt, error, at=self._migrated_to, tokens=tokens)
+        except BaseException:
+            proxied.pool.failed(attempt)
+            raise
+        self._migrated_to = None
+        self._broke = describe_error(error)
+        try:
+            proxied.ask.check()
+        except ForewordError as suspicious:
+            self._error = suspicious
+            return StreamEvent.NO_MORE
+        if proxied.may_retry():
+            return StreamEvent.AGAIN
+        self._error = ReplicaFailed(f"The request failed {proxied.attempts} times; the last: {self._broke}")
+        return StreamEvent.NO_MORE
+
+    async def _restart(self) -> None:
+        self.stream.restart()
+        self.proxied.router.metrics.retry()
+
+    async def _note_continued(self) -> None:
+        self.proxied.router.metrics.continued("continued")
+
+    async def _release(self) -> None:
+        self.proxied.pool.failed(self._present)
 
     # From the replica to the client
 
-    async def _relay(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
-        """Forward all events, also after a migration. Raises what a lost replica raises, or ClientGone."""
-        while (migrated := await self._forward(attempt, response)) is not None:
-            response = await self._follow_migration(migrated)
+    async def _relay(self) -> StreamEvent:
+        """Forward all events of a response."""
+        return await self._at_replica(self._forward_all())
+
+    async def _forward_all(self) -> StreamEvent:
+        assert self._response is not None
+        self._moved = await self._forward(self._present, self._response)
+        if self._moved is not None:
+            return StreamEvent.MOVED
         end = self.stream.end()
         if end is not None:
-            await self._write(response, end)
+            await self._write(self._response, end)
+        return StreamEvent.COMPLETE
+
+    async def _follow(self) -> StreamEvent | None:
+        """Open the stream at the server to which the request migrated."""
+        try:
+            self._response = await self._follow_migration()
+        except ReplicaFailed as error:
+            self._error = error
+            return StreamEvent.BREAKS
+        return None
 
     async def _forward(self, attempt: Attempt, response: aiohttp.ClientResponse) -> sse.ServerSentEvent | None:
         """Forward one response and close it. Returns the event that announces a migration, if there is one."""
@@ -292,7 +362,9 @@ class _ResponseProxy:
         finally:
             # Also if an event raised: what came before it counts as sent.
             if stream.begun and not attempt.begun:
-                self._first_token(attempt)
+                self._tell(StreamEvent.OUTPUT)
+            if stream.finished and self.machine.state is not StreamState.FINISHED:
+                self._tell(StreamEvent.FINISH)
             if pieces:
                 data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
                 last = stream.done and not stream.end_held and response.content.is_eof()
@@ -300,9 +372,15 @@ class _ResponseProxy:
                     await self._write(response, data, last=last)
         return None
 
-    async def _follow_migration(self, migrated: sse.ServerSentEvent) -> aiohttp.ClientResponse:
-        """Open the stream at the server to which the request migrated. Raises ReplicaFailed."""
-        proxied = self.proxied
+    def _tell(self, event: StreamEvent) -> None:
+        """An event while others are forwarded."""
+        if StreamAction.NOTE_OUTPUT in self.machine.handle(event, headed=self.client.begun):
+            self._first_token(self._present)
+
+    async def _follow_migration(self) -> aiohttp.ClientResponse:
+        """Raises ReplicaFailed."""
+        proxied, migrated = self.proxied, self._moved
+        assert migrated is not None
         try:
             target = json.loads(migrated.data)
             upstream = proxied.router.upstreams.get(str(target["to"]).rstrip("/"))
@@ -338,36 +416,38 @@ class _ResponseProxy:
         proxied.pool.first_token(attempt)
         proxied.router.first_token(upstream, clock() - proxied.arrived)
 
-    def _succeeded(self, attempt: Attempt) -> None:
+    async def _succeed(self) -> None:
         stream, proxied = self.stream, self.proxied
         if proxied.keep is not None and is_set(stream.reader.last):
             proxied.keep(bytes(stream.reader.last))
         # The usage of a continuation counts the output so far as prompt.
-        exact = stream.continuation is None and not stream.resumed
+        exact = not (stream.converts or stream.resumed)
         counts = stream.reader.counts if exact else UsageCounts(prompt=stream.reader.counts.prompt)
-        proxied.finished(attempt, counts)
+        try:
+            proxied.finished(self._present, counts)
+        except BaseException:
+            proxied.left(self._present)
+            raise
 
     # Failover
 
-    async def _prepare_failover(self, attempt: Attempt, error: BaseException) -> bool:
-        """Prepare the next attempt. True if the response is already complete. Raises ForewordError."""
-        proxied, stream = self.proxied, self.stream
-        if stream.done:
-            return True
-        if stream.finish_reason is not None:
-            await self._write(None, stream.end() or b"")
-            return True
-        proxied.ask.check()
-        if not proxied.may_retry():
-            raise ReplicaFailed(f"The request failed {proxied.attempts} times; the last: {describe_error(error)}")
-        if not stream.begun:
-            stream.restart()
-            proxied.router.metrics.retry()
-            return False
+    async def _plan(self) -> StreamEvent:
+        """Find out how another replica goes on."""
         try:
-            return await self._prepare_continuation(attempt)
+            whole = await self._prepare_continuation(self._present)
         except (ReplicaFailed, NoReplica) as problem:
-            raise self._impossible(self._broke, problem) from None
+            self._error = self._impossible(self._broke, problem)
+            return StreamEvent.STUCK
+        except ForewordError as error:
+            self._error = error
+            return StreamEvent.STUCK
+        return StreamEvent.WHOLE if whole else StreamEvent.CONTINUES
+
+    async def _send_rest(self) -> None:
+        try:
+            await self._write(None, self.stream.end() or b"")
+        except ForewordError as error:
+            await self.fail(error)
 
     def _impossible(self, broke: str, problem: ForewordError) -> ReplicaFailed:
         self.proxied.router.metrics.continued("impossible")
@@ -397,7 +477,8 @@ class _ResponseProxy:
         """
         proxied, stream = self.proxied, self.stream
         request, reason = proxied.request, why_not_continuable(proxied.request)
-        if reason is None and not stream.can_continue:
+        repeats = not request.single
+        if reason is None and not (stream.can_repeat if repeats else stream.can_continue):
             reason = "its tokens are not known" if stream.text_only else "part of it is not text"
         if reason is not None and not stream.can_resume:
             raise ReplicaFailed(reason)
@@ -410,12 +491,22 @@ class _ResponseProxy:
             return False
         if reason is not None:
             raise ReplicaFailed(reason)
+        lengths = [one.info.max_model_len or 0 for one in same if one.info]
+        longest = max(lengths, default=0) or None
+        if repeats:
+            if any(one.kind != attempt.upstream.kind for one in same):
+                raise ReplicaFailed("servers of different kinds draw different choices from a seed")
+            body = repeating_body(request, stream.prompt_ids, longest)
+            pool.check_continuable(weights)
+            stream.repeat()
+            self._path = PATHS["completions"]
+            self._continue_with(body, body["prompt"], 0)
+            return False
         position = await self._position()
         continuation = ContinuedResponse(request, position)
         end = stream.continue_from(continuation, position)
         if end is None:
-            lengths = [one.info.max_model_len or 0 for one in same if one.info]
-            body = continuation_body(request, stream.prompt_ids, position, max(lengths, default=0) or None)
+            body = continuation_body(request, stream.prompt_ids, position, longest)
             if body["max_tokens"] == 0:
                 end = stream.finish(continuation.flush(), "length")
         if end is not None:
@@ -429,24 +520,26 @@ class _ResponseProxy:
     def _resume(self) -> None:
         """Another Foreword server writes the rest, also in the middle of a tool call, and follows a grammar from there."""
         stream, request = self.stream, self.proxied.request
-        prompt, output = list(stream.prompt_ids), list(stream.tokens)
+        prompt, outputs = list(stream.prompt_ids), [list(choice.tokens) for choice in stream.choices]
+        ended = [choice.finish_reason is not None for choice in stream.choices]
         stream.resume()
-        self._continue_with(resuming_fields(request, prompt, output), [*prompt, *output], len(output))
+        known = [*prompt, *outputs[0]] if len(outputs) == 1 else prompt
+        self._continue_with(resuming_fields(request, prompt, outputs, ended), known, stream.tokens)
 
     def _continue_with(self, body: dict[str, Any], prompt: Sequence[int], count: int) -> None:
         """The next attempt sends this body, to continue after `count` tokens of output."""
         proxied = self.proxied
         self._body = body
         self._prompt = TokenizedPrompt(prompt, "client") if proxied.pool.needs_prompts else proxied.prompt
-        self._continues = True
         logger.info("request %s is to continue after %d tokens", proxied.request_id, count)
 
     async def _position(self) -> StreamPosition:
         """Where the stream broke. Raises ReplicaFailed."""
         proxied, stream = self.proxied, self.stream
-        given, sent, tokens = proxied.request.sampling, stream.sent_text(), list(stream.tokens)
+        choice = stream.choices[0]
+        given, sent, tokens = proxied.request.sampling, choice.sent_text, list(choice.tokens)
         # With stop strings no chunk shows where the text ends: a server holds back what could begin one.
-        settled, length = (0, 0) if given.get("stop") else stream.settled
+        settled, length = (0, 0) if given.get("stop") else choice.settled
         count, text = 0, ""
         if settled < len(tokens) or length < len(sent):
             replicas = proxied.pool.tokenizing_replicas(proxied.avoid, proxied.weights)
@@ -458,7 +551,7 @@ class _ResponseProxy:
                 if given.get("temperature") != 0:
                     raise
         count += settled
-        return StreamPosition(tokens[:count], sent[:length] + text, sent, max(stream.entries - count, 0))
+        return StreamPosition(tokens[:count], sent[:length] + text, sent, max(choice.entries - count, 0))
 
     # The response to the client
 
@@ -504,15 +597,29 @@ class _ResponseProxy:
         done, _ = await asyncio.wait((self.proxied.miss,), timeout=_EXPLAIN_SECONDS)
         return self.proxied.miss.result() if done else None
 
-    async def _refuse(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> None:
+    # Answers and errors
+
+    async def _give_answer(self) -> None:
+        """Nothing is left to do: `run` returns `_answer`."""
+
+    async def _send_answer(self) -> None:
         """The replica's error, as the end of a stream whose head was sent already."""
-        answer, translation = self.proxied.respond(attempt, response, data), self.proxied.translation
+        assert self._whole is not None
+        response, data = self._whole
+        answer, self._answer = self._answer, None
         failure = self.proxied.call.failure = read_error(response.status, data)
-        if translation is not None or self.proxied.request.dialect in TRANSLATED:
+        if self.proxied.translation is not None or self.proxied.request.dialect in TRANSLATED:
             await self.client.write(self._error_event(failure))
         else:
-            await self.client.write(sse.encode(msgspec.json.decode(answer.body or b"{}")))
+            await self.client.write(sse.encode(msgspec.json.decode((answer and answer.body) or b"{}")))
         await self._close()
+
+    async def _give_error(self) -> None:
+        raise self._error
+
+    async def _send_error(self) -> None:
+        assert isinstance(self._error, ForewordError)
+        await self.fail(self._error)
 
     async def fail(self, error: ForewordError) -> None:
         """Raise an error if nothing was sent; otherwise send it as an event and end the stream."""
@@ -528,9 +635,7 @@ class _ResponseProxy:
         proxied = self.proxied
         if proxied.translation is not None:
             return proxied.translation.error_event(error)
-        if proxied.request.dialect in TRANSLATED:
-            return DIALECTS[proxied.request.dialect].writer(proxied.request, ResponseHead("", "", 0)).error(error)
-        return sse.encode(error_body(error))
+        return DIALECTS[proxied.request.dialect].error_event(proxied.request, error)
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:

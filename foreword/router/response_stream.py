@@ -18,6 +18,7 @@ from foreword.api.dialects.decode import is_set
 from foreword.api.request import GenerateRequest
 from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import BadRequest, ReplicaFailed
+from foreword.router.choice_stream import ChoiceStream
 from foreword.router.continuation import ContinuedResponse, StreamPosition
 from foreword.router.replica_body import TRANSLATED, asks_ids
 from foreword.usage import TokenUsage
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 _MOST_HELD: Final = 1 << 18  # bytes of events that are held back
+# More choices than these are forwarded, and not continued.
+_MOST_CHOICES: Final = 1024
 _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_report", "kv_transfer_params"))
 _NO_USAGE: Final = b',"usage":null'
 _IDS: Final = b',"token_ids":'
@@ -37,23 +40,29 @@ _decode: Final[Callable[[bytes], Any]] = msgspec.json.Decoder().decode
 _encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
 
+class _Source:
+    """The replica whose events come: what is cut out of them."""
+
+    __slots__ = ("compares", "hides_ids", "is_vllm", "unstamped")
+
+    def __init__(self) -> None:
+        self.unstamped = self.compares = self.is_vllm = self.hides_ids = False
+
+
 class ResponseStream:
     """A streamed response.
 
     Attributes:
         reader: what the replicas have said.
-        prompt_ids, tokens: token ids of prompt and output.
+        prompt_ids: token ids of the prompt.
+        choices: of the response, in the order of their indices.
         exact: all text came with its tokens.
         text_only: there was no output besides text, such as tool calls.
-        settled: numbers of tokens and characters when the text last ended where a token does.
-        text: pieces of text that were sent.
-        entries: number of tokens whose ids and log-probabilities were sent.
         head: fields that all chunks share, such as the id.
         opened: a chunk was sent. `begun`: a chunk with output was received.
-        finish_reason: set once it was sent. `done`: the end of the stream was sent.
-        cut: the router found a stop string; the replica would continue.
-        continuation: set after a failover in the middle of the response, if the router converts the rest.
-        resumed: another replica wrote the rest of the response itself.
+        done: the end of the stream was sent.
+        cut: the router found the end of the last choice; the replica would continue.
+        converts: after a failover the router converts the rest. `resumed`: the replica writes it as if it were the first.
         stamp: the `system_fingerprint` with which the response began; None if there was none. last_stamp: the last replica's.
         holds_end: the end of the stream is held back, for a cache report in its usage. `end_held`: it is complete.
     """
@@ -62,63 +71,75 @@ class ResponseStream:
         self.request = request
         self.reader = AnswerReader()
         self.prompt_ids: list[int] = []
-        self.tokens: list[int] = []
-        self._entries = 0
-        self.exact = self._single = request.single
+        self.choices = tuple(ChoiceStream() for _ in range(min(_choices_of(request), _MOST_CHOICES)))
+        self.exact = len(request.prompts) <= 1
         self.text_only = True
-        self.settled = (0, 0)
-        self.text: list[str] = []
-        self._length = self._pieces = 0  # characters of `text`, and pieces of output that is not in it
         self.head: dict[str, Any] = {}
         self.opened = False
         self.begun = False
-        self.finish_reason: str | None = None
         self.usage_sent = False
         self.done = False
         self.cut = False
-        self.continuation: ContinuedResponse | None = None
-        self.resumed = False
+        self.converts = self.resumed = False
         self.stamp: str | None = None
         self.last_stamp: str | None = None
-        self._unstamped = self._compares = False
         self.holds_end = False
         self.end_held = False
+        self._source = _Source()
         self._last: tuple[dict[str, Any], UsageCounts] | None = None
-        self._restarted = self._is_vllm = self._refused = self._hides_ids = False
+        self._restarted = self._refused = False
+        self._pieces = 0  # of output that is not in a choice's text
+        self._unfinished = len(self.choices)
         self._held = self._finish = b""
-        # Choices of a request with several that have begun and not ended.
-        self._unfinished: set[int] = set()
+
+    @property
+    def finished(self) -> bool:
+        """The finish reason of each choice was sent."""
+        return not self._unfinished
+
+    @property
+    def tokens(self) -> int:
+        """The number of output tokens whose ids are known."""
+        return sum(len(choice.tokens) for choice in self.choices)
 
     @property
     def entries(self) -> int:
-        return max(self._entries, len(self.tokens))
+        """The number of output tokens that the client has, as far as it is known."""
+        return sum(choice.entries for choice in self.choices)
 
     @property
     def can_continue(self) -> bool:
-        """Whether enough is known for another replica to continue."""
-        return self._single and self.exact and self.text_only and bool(self.prompt_ids)
+        """Whether enough is known for another replica to continue the only choice."""
+        return len(self.choices) == 1 and self.can_repeat
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether enough is known to tell what the client has of a response that another replica repeats."""
+        return self.exact and self.text_only and bool(self.prompt_ids)
 
     @property
     def can_resume(self) -> bool:
         """Whether enough is known for a server of the same kind to write the rest of the response."""
-        return self._single and self.exact and bool(self.prompt_ids) and bool(self.tokens)
+        told = self.exact and bool(self.prompt_ids) and any(choice.tokens for choice in self.choices)
+        return told and all(choice.can_go_on for choice in self.choices)
 
     @property
     def usage(self) -> TokenUsage:
         """Its tokens so far, as well as they are known."""
-        if self.continuation is not None:  # the last replica counts what came before as a part of the prompt
+        if self.converts:  # the last replica counts what came before as a part of the prompt
             return self._usage()[1].usage
         counts, begins_with_0 = self.reader.counts, self.request.dialect in TRANSLATED
         if counts.prompt is not None and (counts.output or (counts.output == 0 and not begins_with_0)):
             return counts.usage
-        output = len(self.tokens) or self._pieces or len(self.sent_text()) // 4
+        output = self.tokens or self._pieces or sum(len(choice.sent_text) for choice in self.choices) // 4
         return TokenUsage(counts.prompt or len(self.prompt_ids), output, counts.cached or 0)
 
     def next_response(self, kind: str) -> None:
         """The chunks of another replica follow. The `system_fingerprint` of a Foreword server says which weights it has; vLLM
         sends null where there is nothing, and the fingerprint of its settings last."""
-        self._unstamped, self._compares, self._is_vllm = True, kind == "foreword" and self.begun, kind == "vllm"
-        self._hides_ids = asks_ids(self.request, kind) and not self.request.return_token_ids
+        source = self._source
+        source.unstamped, source.compares, source.is_vllm = True, kind == "foreword" and self.begun, kind == "vllm"
+        source.hides_ids = asks_ids(self.request, kind) and not self.request.return_token_ids
 
     def restart(self) -> None:
         """Another replica starts again. The client may already have the first chunk, which has the role."""
@@ -128,28 +149,36 @@ class ResponseStream:
         """Another replica writes the rest of the response."""
         self.resumed = self._restarted = True
 
+    def repeat(self) -> None:
+        """Another replica computes the response again from its start; the client gets what it does not have."""
+        self.converts = True
+        for index, choice in enumerate(self.choices):
+            position = StreamPosition((), "", choice.sent_text, len(choice.tokens))
+            choice.continuation, choice.repeated = ContinuedResponse(self.request, position, index), 0
+
     def continue_from(self, continuation: ContinuedResponse, position: StreamPosition) -> bytes | None:
         """Another replica continues from `position`. Returns the end of the stream if the response is complete."""
-        self.continuation = continuation
-        self._entries = max(self.entries, len(position.tokens) + position.repeated)
-        self.tokens = list(position.tokens)
+        choice = self.choices[0]
+        self.converts, choice.continuation = True, continuation
+        choice.cut_to(list(position.tokens), position.repeated)
         if continuation.stopped is None:
             return None
         return self.finish(continuation.take_unsent(), "stop", continuation.stopped)
 
     def finish(self, text: str, reason: str, match: object = None) -> bytes:
         """The last chunk and the end of the stream."""
-        assert self.continuation is not None
-        self.finish_reason, self.cut = reason, True
+        choice = self.choices[0]
+        assert choice.continuation is not None
+        choice.finish_reason, self._unfinished, self.cut = reason, 0, True
         extra = {"usage": None} if self.request.include_usage else {}
-        return self.encode({"choices": [self.continuation.make_choice(text, None, reason, match)], **extra}) + (
+        return self.encode({"choices": [choice.continuation.make_choice(text, None, reason, match)], **extra}) + (
             self.end() or b""
         )
 
     def take(self, event: ServerSentEvent) -> bytes | None:
         """Events to send to the client for an event of the replica.
 
-        Raises ReplicaFailed for malformed events and for errors that another replica may not have.
+        Raises ReplicaFailed for malformed events and for errors that another replica may not have, and NotReproduced.
         """
         if event.data == DONE:
             self.done |= self._refused
@@ -159,7 +188,7 @@ class ResponseStream:
         try:
             chunk = self.reader.read(event.data)
         except BadRequest:
-            self._refused, self.finish_reason = True, "error"
+            self._refused, self._unfinished = True, 0
             return event.raw + b"\n\n"
         if self.request.dialect in TRANSLATED:
             return self._pass(event)
@@ -170,16 +199,21 @@ class ResponseStream:
         if self.done or self._refused:
             self.done = True
             return None
-        if self.finish_reason is None or self._unfinished:
+        if self._unfinished and not self._ends_early():
             where = "in the middle of the response" if self.begun else "without a response"
             raise ReplicaFailed(f"the replica ended the stream {where}")
         self.done = True
-        if self.request.include_usage and not self.usage_sent and self._single and self.exact:
+        if self.request.include_usage and not self.usage_sent and self.exact:
             self._last = self._usage()
         if self.holds_end:
             self.end_held = True
             return None
         return self.held_end(None)
+
+    def _ends_early(self) -> bool:
+        """Whether a replica has sent fewer choices than were asked for, all of them to their end."""
+        begun = [one for one in self.choices if one.finish_reason or one.tokens or one.text or one.without_ids]
+        return not self._source.hides_ids and bool(begun) and all(one.finish_reason for one in begun)
 
     def held_end(self, miss: Miss | None) -> bytes:
         """The end that was held back. The cause of the cache miss stands beside the usage."""
@@ -193,7 +227,7 @@ class ResponseStream:
 
     def _usage(self) -> tuple[dict[str, Any], UsageCounts]:
         """The usage of the whole response, counted by the router: as a chunk, and as counts."""
-        prompt, count, cached = len(self.prompt_ids) or self.reader.counts.prompt or 0, len(self.tokens), None
+        prompt, count, cached = len(self.prompt_ids) or self.reader.counts.prompt or 0, self.tokens, None
         usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": count,
@@ -208,12 +242,6 @@ class ResponseStream:
         """A chunk with the id, time and model of this response."""
         return b"data: " + _encode({**self.head, **chunk}) + b"\n\n"
 
-    def sent_text(self) -> str:
-        """All text that was sent."""
-        if len(self.text) > 1:
-            self.text = ["".join(self.text)]
-        return self.text[0] if self.text else ""
-
     # Events
 
     def _pass(self, event: ServerSentEvent) -> bytes | None:
@@ -223,7 +251,7 @@ class ResponseStream:
         self.begun, self.exact = self.begun or self.reader.begun or len(self._held) > _MOST_HELD, False
         self._pieces += self.reader.begun
         if self.reader.ended:
-            self.done, self.finish_reason = True, "stop"
+            self.done, self._unfinished = True, 0
         if not (self.begun or self.done):
             return None
         held, self._held = self._held, b""
@@ -232,86 +260,89 @@ class ResponseStream:
     def _chunk(self, event: ServerSentEvent, chunk: AnswerChunk) -> bytes | None:
         if not chunk.choices:
             return self._usage_chunk(event, chunk)
-        if self._unstamped:
+        if self._source.unstamped:
             self._read_stamp(chunk)
         if not self.head:
             self.head = {name: value for name, value in _decode(event.data).items() if name not in _NOT_HEAD}
-        if not self._single:
-            self.begun = True
-            return self._multiple(event, chunk, chunk.choices)
         self.begun = self.begun or self.reader.begun
+        if self.converts:
+            return self._converted(chunk.choices)
+        if len(chunk.choices) > 1:
+            return self._several(event, chunk, chunk.choices)
         choice = chunk.choices[0]
-        if self.continuation is not None:
-            return self._continued(self.continuation, choice)
         text = choice.shown
-        self._remember(chunk, choice, text)
+        stream = self._remember(chunk, choice, text)
         silent = not (text or choice.finish_reason or self.reader.other)
-        return None if silent and self._is_dropped(chunk, choice) else self._forward(event, chunk, choice)
+        if silent and self._is_dropped(chunk, choice, stream):
+            return None
+        return self._forward(event, chunk, chunk.choices, finishes=choice.finish_reason is not None)
 
     def _read_stamp(self, chunk: AnswerChunk) -> None:
         """Read a replica's stamp from its first chunk. Raises ReplicaFailed if it continues a response of other weights."""
-        self._unstamped = False
+        self._source.unstamped = False
         self.last_stamp = chunk.system_fingerprint
-        if self._compares and self.stamp and self.last_stamp and self.stamp != self.last_stamp:
+        if self._source.compares and self.stamp and self.last_stamp and self.stamp != self.last_stamp:
             raise ReplicaFailed("it has other weights than those that began the response")
         if not self.begun:
             self.stamp = self.last_stamp
             if "system_fingerprint" in self.head:  # of a replica that sent no output
                 self.head["system_fingerprint"] = self.stamp
 
-    def _remember(self, chunk: AnswerChunk, choice: AnswerChoice, text: str) -> None:
+    def _remember(self, chunk: AnswerChunk, choice: AnswerChoice, text: str) -> ChoiceStream:
         """Note what a continuation will need."""
-        prompt, ids = chunk.prompt_token_ids or choice.prompt_token_ids, choice.token_ids
-        if prompt:
+        prompt, ids, index = chunk.prompt_token_ids or choice.prompt_token_ids, choice.token_ids, choice.index
+        if index >= len(self.choices):  # more than were asked for
+            self.exact, index = False, 0
+        stream = self.choices[index]
+        if prompt and self.exact:
             self.prompt_ids = prompt
         if ids:
-            self.tokens += ids
+            stream.tokens += ids
         elif self.reader.other:
             self.exact = False
         elif text:
+            stream.without_ids = True
             self.exact = self.exact and bool(prompt)  # the text with the prompt's ids is the prompt
         if text:
-            self._add(text, ids)
+            stream.add(text, ids)
         if self.reader.other:
             self.text_only = False
-        if choice.finish_reason:
-            self.finish_reason = choice.finish_reason
+        if choice.finish_reason and stream.finish_reason is None:
+            stream.finish_reason = choice.finish_reason
+            self._unfinished -= 1
+        return stream
 
-    def _is_dropped(self, chunk: AnswerChunk, choice: AnswerChoice) -> bool:
+    def _is_dropped(self, chunk: AnswerChunk, choice: AnswerChoice, stream: ChoiceStream) -> bool:
         """Whether a chunk without output is empty for this client, or the role, which it has already. vLLM sends empty ones
         for tokens whose text is not complete, also where their ids were not asked for."""
         if choice.delta is not None and choice.delta.role is not None:
-            return self._restarted
+            dropped, stream.has_role = self._restarted and stream.has_role, True
+            return dropped
         asked = bool(choice.token_ids is not None or choice.prompt_token_ids or chunk.prompt_token_ids)
-        asked = asked and (self._restarted or not self._is_vllm) and not self.request.return_token_ids
+        asked = asked and (self._restarted or not self._source.is_vllm) and not self.request.return_token_ids
         return asked and self.opened and not is_set(choice.logprobs)
 
-    def _add(self, text: str, ids: list[int] | None) -> None:
-        """More text that the client gets, with these tokens."""
-        self.text.append(text)
-        self._length += len(text)
-        # One token: nothing is held back; otherwise the text would be that of earlier tokens. Behind a broken character vLLM
-        # cannot continue: it would repeat the prompt.
-        if ids and len(ids) == 1 and not text.endswith("\ufffd"):
-            self.settled = (len(self.tokens), self._length)
+    def _several(self, event: ServerSentEvent, chunk: AnswerChunk, choices: list[AnswerChoice]) -> bytes | None:
+        """A chunk with several choices."""
+        for choice in choices:
+            self._remember(chunk, choice, choice.shown)
+        return self._forward(event, chunk, choices, finishes=any(one.finish_reason is not None for one in choices))
 
-    def _forward(self, event: ServerSentEvent, chunk: AnswerChunk, choice: AnswerChoice) -> bytes | None:
-        """The chunk without what only the router asked for. What it asked for is cut out of the text of most chunks."""
-        self.opened = True
-        cuts: list[tuple[bytes, bytes]] = []
-        if self._hides_ids:
-            prompt, ids = chunk.prompt_token_ids or choice.prompt_token_ids, choice.token_ids
-            if prompt is not None:
-                cuts.append((_PROMPT_IDS + _encode(prompt), _NO_PROMPT_IDS if self._is_vllm else b""))
-            if ids is not None:
-                cuts.append((_IDS + _encode(ids), _NO_IDS if self._is_vllm else b""))
-        return self._sent(event, chunk, cuts, choice.finish_reason)
-
-    def _sent(
-        self, event: ServerSentEvent, chunk: AnswerChunk, cuts: list[tuple[bytes, bytes]], finish_reason: str | None
+    def _forward(
+        self, event: ServerSentEvent, chunk: AnswerChunk, choices: list[AnswerChoice], *, finishes: bool
     ) -> bytes | None:
-        """The event with other text in the place of each cut. vLLM's last ones wait for its usage, if only the router asked
-        for that: what it says there stands in them otherwise."""
+        """The chunk without what only the router asked for. What it asked for is cut out of the text of most chunks. vLLM's
+        last ones wait for its usage, if only the router asked for that: what it says there stands in them otherwise."""
+        self.opened = True
+        source = self._source
+        cuts: list[tuple[bytes, bytes]] = []
+        if source.hides_ids:
+            for choice in choices:
+                prompt, ids = chunk.prompt_token_ids or choice.prompt_token_ids, choice.token_ids
+                if prompt is not None:
+                    cuts.append((_PROMPT_IDS + _encode(prompt), _NO_PROMPT_IDS if source.is_vllm else b""))
+                if ids is not None:
+                    cuts.append((_IDS + _encode(ids), _NO_IDS if source.is_vllm else b""))
         if chunk.usage is None and not self.request.include_usage:
             cuts.append((_NO_USAGE, b""))
         data = event.data
@@ -322,7 +353,7 @@ class ResponseStream:
             sent = self._written(event)
         else:
             sent = b"data: " + data + b"\n\n" if cuts else event.raw + b"\n\n"
-        if finish_reason and self._is_vllm and not self.request.include_usage:
+        if finishes and source.is_vllm and not self.request.include_usage:
             self._finish += sent
             return self._take_finish() if len(self._finish) > _MOST_HELD else None
         return sent
@@ -336,49 +367,47 @@ class ResponseStream:
     def _written(self, event: ServerSentEvent) -> bytes:
         """The chunk written anew."""
         chunk = {**_decode(event.data), **(self.head if self._restarted else {})}
-        for one in (chunk, *chunk["choices"]) if self._hides_ids else ():
+        for one in (chunk, *chunk["choices"]) if self._source.hides_ids else ():
             one.pop("token_ids", None)
             one.pop("prompt_token_ids", None)
         if not self.request.include_usage and chunk.get("usage", 0) is None:
             del chunk["usage"]
         return b"data: " + _encode(chunk) + b"\n\n"
 
-    def _multiple(self, event: ServerSentEvent, chunk: AnswerChunk, choices: list[AnswerChoice]) -> bytes | None:
-        """A chunk of a request with several prompts or choices."""
+    def _converted(self, choices: list[AnswerChoice]) -> bytes | None:
+        """Choices of the replica that goes on, whose chunks are not those of the client."""
+        found: list[dict[str, Any]] = []
         for choice in choices:
-            self._pieces += bool(choice.shown)
-            self._unfinished.add(choice.index)
-            if choice.finish_reason:
-                self._unfinished.discard(choice.index)
-                self.finish_reason = choice.finish_reason
-        return self._sent(event, chunk, [], next((one.finish_reason for one in choices if one.finish_reason), None))
-
-    def _continued(self, continuation: ContinuedResponse, choice: AnswerChoice) -> bytes | None:
-        """A choice of the replica that continues the response."""
-        if self.finish_reason is not None:
+            if choice.index >= len(self.choices):
+                raise ReplicaFailed("it sent a choice that was not asked for")
+            stream = self.choices[choice.index]
+            had_ended = stream.finish_reason is not None
+            made, cut = stream.take(choice, self.request.return_token_ids)
+            if made is not None:
+                found.append(made)
+            if stream.finish_reason is not None and not had_ended:
+                self._unfinished -= 1
+                self.cut = cut and not self._unfinished
+        if not found:
             return None
-        self.tokens += choice.token_ids or ()
-        text, made = continuation.convert(choice, self.request.return_token_ids)
-        if made is None:
-            return None
-        if text:
-            self._add(text, choice.token_ids)
-        self.finish_reason = made.get("finish_reason")
-        self.cut = self.finish_reason is not None and choice.finish_reason is None
         extra = {"usage": None} if self.request.include_usage else {}
-        return self.encode({"choices": [made], **extra})
+        return self.encode({"choices": found, **extra})
 
     def _usage_chunk(self, event: ServerSentEvent, chunk: AnswerChunk) -> bytes | None:
         if not self.request.include_usage:
             return self._take_finish(chunk.system_fingerprint) or None
         self.usage_sent = True
-        found = self._usage() if self.continuation is not None else (_decode(event.data), self.reader.counts)
+        found = self._usage() if self.converts else (_decode(event.data), self.reader.counts)
         if self.holds_end and chunk.usage:
             self._last = found
             return None
-        if self.continuation is not None:
+        if self.converts:
             return self.encode(found[0])
         return self.encode({**found[0], **self.head}) if self._restarted else event.raw + b"\n\n"
+
+
+def _choices_of(request: GenerateRequest) -> int:
+    return int(request.sampling.get("n") or 1) * max(len(request.prompts), 1)
 
 
 def report_of(counts: UsageCounts, miss: Miss) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -22,12 +21,8 @@ from foreword.api.front import Front, Handler
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
 from foreword.api.routes import Routes
-from foreword.api.stored_responses import StoredResponses
 from foreword.api.work_queue import WorkQueue
-from foreword.config import parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
-from foreword.ledger import UsageLedger
-from foreword.observability.tracing import tracer_for
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.cost_file import CostFile
@@ -59,6 +54,8 @@ from foreword.tasks import background, shared
 
 if TYPE_CHECKING:
     from foreword.configuration import Config
+    from foreword.ledger import UsageLedger
+    from foreword.observability.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -131,18 +128,15 @@ class Router:
         self.suspects = Suspects(self._serve_waiting)
         given = config.router
         self._limits: tuple[object, Limits] = (None, Limits())
-        self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
         self.order = config.server.prompt_order
         self.stream_keep_alive = config.server.stream_keep_alive
-        self._server = config.server
+        self.server_config = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
         self.speeds = SpeedProbes(given.measure_seconds)
         self.cost_kinds, self._cost_file = CostKinds(), CostFile(given.cost_file)
-        self.tracer = tracer_for(config.server.otlp_endpoint, "foreword-router")
-        self.ledger = None if config.server.usage_ledger is None else UsageLedger(Path(config.server.usage_ledger))
         self._use_extras(config)
         self.stopping = asyncio.Event()
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
@@ -163,6 +157,8 @@ class Router:
         """Raises ConfigError for a setting of extras that are not installed, or that cannot work."""
         given = config.router
         self.prefixes, self.warm_up, self.misses = Prefixes(), WarmUp(), Misses()
+        self.tracer: Tracer | None = None
+        self.ledger: UsageLedger | None = None
         needed = {"--prefix-file": given.prefix_file, "--record": config.server.record}
         setting = next((name for name, value in needed.items() if value is not None), None)
         extras = installed_extras() if setting is None else extras_for(setting)
@@ -170,6 +166,10 @@ class Router:
             self.prefixes = extras.prefixes(self, given.prefix_file)
             self.warm_up = extras.warm_up(self.auth, self.metrics, given.warm_seconds)
             self.misses = extras.misses(self, config.server)
+        if config.server.otlp_endpoint is not None:
+            self.tracer = extras_for("--otlp-endpoint").tracer(config.server.otlp_endpoint)
+        if config.server.usage_ledger is not None:
+            self.ledger = extras_for("--usage-ledger").ledger(config.server.usage_ledger)
 
     async def start(self) -> None:
         """Raises ModelNotFound if the tokenizer cannot be loaded."""
@@ -307,8 +307,8 @@ class Router:
         found = {(one.info.kind, one.info.max_model_len) for one in self.upstreams.values() if one.info}
         if self._limits[0] != found:
             longest = max((length for _, length in found if length), default=_UNKNOWN_MODEL_LEN)
-            images = self._server.max_body == "auto" and any(kind != "foreword" for kind, _ in found)
-            text, most = self._server.body_limit(longest), MAX_BODY_BYTES if images else 0
+            images = self.server_config.max_body == "auto" and any(kind != "foreword" for kind, _ in found)
+            text, most = self.server_config.body_limit(longest), MAX_BODY_BYTES if images else 0
             self._limits = found, Limits.for_model(longest, text, most)
         return self._limits[1]
 

@@ -13,6 +13,7 @@ from yarl import URL
 from foreword.api.cache_control import EraseQuery
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
+from foreword.api.stored_responses import StoredResponses
 from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
 from foreword.router.passthrough import chosen, send_once
 from foreword.router.replicas import Upstream, clock
@@ -78,8 +79,8 @@ class FleetErasure:
 class FleetErasures:
     """The last 64 erasures of each tenant."""
 
-    def __init__(self, router: Router, prefixes: RouterPrefixes) -> None:
-        self._router, self._prefixes = router, prefixes
+    def __init__(self, router: Router, prefixes: RouterPrefixes, responses: StoredResponses) -> None:
+        self._router, self._prefixes, self._responses = router, prefixes, responses
         self._known: list[FleetErasure] = []
         self._repeating: asyncio.Task[None] | None = None
         router.on_failover = self._moved
@@ -101,7 +102,7 @@ class FleetErasures:
         for pool in self._router.pools.values():
             pool.known.forget(call.tenant.salt)
         if not given:
-            self._router.responses.forget(call.tenant.salt)
+            self._responses.forget(call.tenant.salt)
             self._prefixes.registry.forget(call.tenant.name)
             one.open[_FILE] = "they are being removed"
         await self._ask(one, asked)
@@ -193,8 +194,8 @@ class FleetErasures:
         return _FILE in one.open or any(able)
 
 
-def add_routes(routes: Routes[Handler], router: Router, prefixes: RouterPrefixes) -> None:
-    erasures = FleetErasures(router, prefixes)
+def add_routes(routes: Routes[Handler], router: Router, prefixes: RouterPrefixes, responses: StoredResponses) -> None:
+    erasures = FleetErasures(router, prefixes, responses)
 
     @routes.add("DELETE", "/v1/cache", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, query=EraseQuery, tag="cache")
     async def clear_cache(call: Call) -> Answer:

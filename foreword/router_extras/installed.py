@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from foreword.api.front import Handler
 from foreword.api.routes import Routes
+from foreword.api.stored_responses import StoredResponses
+from foreword.config import parse_bytes
 from foreword.observability.recording import TraceRecorder
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
@@ -16,12 +18,14 @@ from foreword.router.extras import Audit, RouterExtras
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.service import Router
-from foreword.router_extras import cache_api, dashboard, fleet_erasures, prefixes_api
+from foreword.router_extras import cache_api, dashboard, fleet_erasures, prefixes_api, translated_api
 from foreword.router_extras.router_misses import RouterMisses
 from foreword.router_extras.router_prefixes import RouterPrefixes
 from foreword.router_extras.warm_up import PrefixWarmUp
 
 if TYPE_CHECKING:
+    from foreword.ledger import UsageLedger
+    from foreword.observability.tracing import Tracer
     from foreword.tokens.tokenizer import Tokenizer
 
 
@@ -65,6 +69,16 @@ class InstalledExtras(RouterExtras):
         recorder = None if config.record is None else TraceRecorder(Path(config.record), salt=config.record_salt)
         return RouterMisses(router.metrics, router.decisions, recorder)
 
+    def tracer(self, endpoint: str) -> Tracer:
+        from foreword.observability.tracing import Tracer
+
+        return Tracer(endpoint, "foreword-router")
+
+    def ledger(self, path: str) -> UsageLedger:
+        from foreword.ledger import UsageLedger
+
+        return UsageLedger(Path(path))
+
     def load_tokenizer(self, source: str) -> Tokenizer:
         from foreword.tokens.tokenizer import Tokenizer
 
@@ -73,7 +87,10 @@ class InstalledExtras(RouterExtras):
     def add_routes(self, routes: Routes[Handler], router: Router) -> None:
         prefixes = router.prefixes
         assert isinstance(prefixes, RouterPrefixes), "the router has those of this package"
-        fleet_erasures.add_routes(routes, router, prefixes)
+        server = router.server_config
+        responses = StoredResponses(parse_bytes(server.response_memory), server.response_ttl)
+        translated_api.add_routes(routes, router, responses)
+        fleet_erasures.add_routes(routes, router, prefixes, responses)
         prefixes_api.add_routes(routes, router, prefixes)
         cache_api.add_routes(routes, router)
         dashboard.add_routes(routes, router)

@@ -74,9 +74,8 @@ class Admission:
         if self._engine is None:
             waited = time.monotonic() - self._created
             raise NotReady(f"The model is still being loaded ({waited:.0f} s so far: {self._progress}); retry soon")
-        failed = self._engine.status().failed
-        if failed is not None:
-            raise EngineFailed(f"The engine has stopped: {failed}")
+        if self._engine.failed is not None:
+            raise EngineFailed(f"The engine has stopped: {self._engine.failed}")
         return self._engine
 
     def check_queue(self, sequences: int) -> None:
@@ -89,8 +88,8 @@ class Admission:
             )
         # Admitted sequences that do not run are waiting or on their way to the engine. So a burst between two steps counts,
         # although the engine has not seen it yet.
-        status = self.engine().status()
-        waiting = max(status.waiting, self._admitted - status.running)
+        running, queued = self.engine().queue()
+        waiting = max(queued, self._admitted - running)
         if waiting + sequences > self.max_queue:
             raise QueueFull(f"{waiting} sequences wait already and at most {self.max_queue} may; retry later")
 

@@ -108,7 +108,7 @@ class ServerApp(AsgiFront):
                 frozenset(given.allowed_origins),
                 given.unknown_fields,
                 ready=partial(_check_ready, admission),
-                before=history.keep_sampling,
+                on_serving=(history.keep_sampling,),
                 ledger=ledger,
             )
         )
@@ -163,7 +163,7 @@ def _add_probes(routes: Routes[Handler], admission: Admission, events: EventSour
         """Liveness. 200 from the start, also while the model is loaded; 503 only if the server needs a restart. `quarantined`,
         if there are any, is the number of chains that are not reused because an audit found their KV to be wrong."""
         engine = admission.loaded
-        failed = engine.status().failed if engine is not None else None
+        failed = engine.failed if engine is not None else None
         if failed is not None:
             return Answer.json({"status": "failed", "reason": failed}, 503)
         chains = len(engine.quarantine.chains) if engine is not None else 0

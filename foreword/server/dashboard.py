@@ -53,7 +53,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext, history: Metrics
             "common_prefixes": [],
         }
         engine = context.admission.loaded
-        if engine is None or engine.status().failed is not None:
+        if engine is None or engine.failed is not None:
             return answer
         info, prefixes = engine.info, await _prefixes(engine, salt)
         answer["model"] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,16 +54,15 @@ class ServerContext:
     traces: EngineTraces | None = None
 
     @property
-    def max_body(self) -> int:
-        """Bytes of the largest body."""
-        engine = self.admission.loaded
-        return self.config.body_limit(engine.info.max_model_len if engine is not None else 1)
-
-    @property
     def limits(self) -> Limits:
-        """Limits of a body's content."""
+        """Limits of a body and its content."""
         engine = self.admission.loaded
-        return Limits.for_model(engine.info.max_model_len if engine is not None else 1, self.max_body)
+        return _limits(self.config, engine.info.max_model_len if engine is not None else 1)
+
+
+@functools.lru_cache(maxsize=16)
+def _limits(config: ServerConfig, max_model_len: int) -> Limits:
+    return Limits.for_model(max_model_len, config.body_limit(max_model_len))
 
 
 def check_model(engine: AsyncEngine, name: str | None) -> None:

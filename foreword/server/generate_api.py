@@ -13,7 +13,8 @@ from msgspec import structs
 from foreword.api import stored_responses
 from foreword.api.dialects import messages
 from foreword.api.dialects.conversations import continued, conversation
-from foreword.api.dialects.registry import DIALECTS, Dialect
+from foreword.api.dialects.dialect import Dialect
+from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import to_json
 from foreword.api.event_stream import send_events
@@ -165,7 +166,7 @@ async def _deltas(
 
 def _note_hits(engine: AsyncEngine, job: Job) -> None:
     assert job.request.prefix is not None
-    for prompt in job.progress:
+    for prompt in job.progress[: job.prompts]:
         engine.prefixes.service.book.note_hit(job.request.prefix, prompt.cached_tokens, salt=job.owner)
 
 

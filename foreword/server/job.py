@@ -50,7 +50,7 @@ class DeltaReader:
         prompt: what the response shows of the prompt, given with the first delta.
         echoes: the log-probabilities of the prompt are put before those of the answer.
         scores: they are shown in vLLM's `prompt_logprobs`.
-        parser: None for completions, whose text is passed on as it is.
+        parser: None where all is text, which is passed on as it is.
         parallel: the model may call several tools at once; further calls are dropped otherwise.
     """
 
@@ -68,7 +68,7 @@ class DeltaReader:
     ) -> None:
         self._tokenizer = tokenizer
         self._request = request
-        self._index = index
+        self.index = index
         self._prompt = prompt
         self._echoes = echoes
         self._scores = scores
@@ -85,7 +85,7 @@ class DeltaReader:
         prompt, self._prompt = self._scored_prompt(delta), None
         wanted = self._request.params.logprobs is not None
         return ChoiceDelta(
-            self._index,
+            self.index,
             pieces,
             delta.tokens,
             logprobs.entries(self._tokenizer, delta.logprobs) if wanted else None,
@@ -153,10 +153,10 @@ def reader_for(
     index: int,
     shown: PromptInfo | None = None,
 ) -> DeltaReader:
-    """The reader of choice `index`, which continues `prompt`."""
+    """The reader of choice `index`, which continues `prompt`. What can only be text is not parsed."""
     parser = None
-    if request.dialect != "completions":
-        tools = () if request.tool_choice.mode == "none" else request.tools
+    tools = () if request.tool_choice.mode == "none" else request.tools
+    if request.dialect != "completions" and (tools or formats.divided):
         is_open = prompt_opens_reasoning(tokenizer, formats, request, prompt.tokens)
         parser = AnswerParser(formats, tools, reasoning_open=is_open)
     return DeltaReader(
@@ -195,13 +195,14 @@ class PromptProgress:
     """Counts for one prompt.
 
     Attributes:
-        output_tokens: of all its sequences.
+        output_tokens: of all its sequences. first: the index of the first one.
         cached_tokens, first_token_at, finish_reason, cache_report, retained: of its first sequence. The other sequences find
             the prompt cached by that one. `first_token_at` is on the clock of `time.monotonic`.
         miss: why part of the prompt was not cached, once it has ended.
     """
 
     output_tokens: int = 0
+    first: int = 0
     cached_tokens: int = 0
     first_token_at: float | None = None
     finish_reason: str | None = None
@@ -216,7 +217,7 @@ class PromptProgress:
     def note(self, delta: Delta, now: float) -> None:
         """Count a delta."""
         self.output_tokens += len(delta.tokens)
-        if delta.index == 0:
+        if delta.index == self.first:
             self.cached_tokens, self.finish_reason = delta.cached_tokens, delta.finish_reason
             self.cache_report = delta.cache_report or self.cache_report
             self.retained = delta.retained or self.retained
@@ -230,7 +231,7 @@ class Job:
 
     Attributes:
         request: what the client asks for.
-        requests: the engine's requests, one per prompt.
+        requests: the engine's requests, one per prompt; where choices of one prompt are continued, one per choice.
         readers: one per choice.
         owner: salt of the tenant.
         streams: deltas go out as they come.
@@ -260,7 +261,18 @@ class Job:
     arrived: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.progress = [PromptProgress(self.resumed or 0) for _ in self.requests]
+        self.progress = [PromptProgress(first=request.index) for request in self.requests]
+        self.progress[0].output_tokens = self.resumed or 0
+
+    @property
+    def _continues_choices(self) -> bool:
+        """Whether it continues choices of a request that has several."""
+        return self.request.continuation is not None and bool(self.request.continuation.choices)
+
+    @property
+    def prompts(self) -> int:
+        """The number of its prompts: the first `requests`."""
+        return len(self.requests) if self.resumed is None else 1
 
     @property
     def n(self) -> int:
@@ -270,7 +282,7 @@ class Job:
     @property
     def migrated_here(self) -> bool:
         """The engine has it already. Otherwise it begins here, or after an output that came with it."""
-        return self.resumed is not None and not self.requests[0].output
+        return self.resumed is not None and not self.requests[0].output and not self._continues_choices
 
     @property
     def output_tokens(self) -> int:
@@ -278,7 +290,7 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(len(request.tokens) for request in self.requests)
+        return sum(len(request.tokens) for request in self.requests[: self.prompts])
 
     def first_token_at(self) -> float | None:
         """When the first token of any prompt came, by `time.monotonic`."""
@@ -286,26 +298,34 @@ class Job:
 
     def read(self, prompt: int, delta: Delta) -> ChoiceDelta:
         """A delta as the writer takes it."""
-        number = prompt * self.n + delta.index
-        read = self.readers[number].read(delta)
-        if not number and self.conversations:
+        reader = self.readers[prompt * self.n + delta.index - self.requests[prompt].index]
+        read = reader.read(delta)
+        if not reader.index and self.conversations:
             self.answer += read.pieces
         return read
 
-    def resume(self, tokenizer: Tokenizer, output: Sequence[int]) -> None:
-        """Go to where another server's answer ended: it has sent these tokens. They have no log-probabilities here."""
-        self.answer += self.readers[0].resume(output)
-        sent = [TokenLogprob(token, 0.0) for token in output] if self.requests[0].params.logprobs is not None else ()
-        self.writer.resume(0, logprobs.entries(tokenizer, sent))
+    def resume(self, tokenizer: Tokenizer, outputs: Sequence[Sequence[int]]) -> None:
+        """Go to where another server's answer ended: it has sent these tokens, of each choice that continues. They have no
+        log-probabilities here. A choice without tokens begins here."""
+        for reader, output in zip(self.readers, outputs, strict=True):
+            if not output and self._continues_choices:
+                continue
+            said = reader.resume(output)
+            if not reader.index:
+                self.answer += said
+            wanted = self.requests[0].params.logprobs is not None
+            sent = [TokenLogprob(token, 0.0) for token in output] if wanted else ()
+            self.writer.resume(reader.index, logprobs.entries(tokenizer, sent))
 
     def usage(self) -> Usage:
         written: Counter[float] = Counter()
         for request, progress in zip(self.requests, self.progress, strict=True):
-            written.update(written_tokens(request.retain, progress.retained, progress.cached_tokens))
+            if request.retain:
+                written.update(written_tokens(request.retain, progress.retained, progress.cached_tokens))
         return Usage(
             self.prompt_tokens,
             self.output_tokens,
-            sum(prompt.cached_tokens for prompt in self.progress),
+            sum(prompt.cached_tokens for prompt in self.progress[: self.prompts]),
             dict(written),
             sum(reader.reasoning_tokens for reader in self.readers),
         )
@@ -334,14 +354,14 @@ class Job:
         ]
         if not reports:
             return None
-        return reports[0] if len(self.requests) == 1 else reports
+        return reports[0] if self.prompts == 1 else reports
 
     # Migration
 
     @property
     def movable(self) -> bool:
         """Whether this request can migrate to another server."""
-        return self.departure is None and len(self.requests) == 1 and self.n == 1
+        return self.departure is None and len(self.requests) == 1 and self.n == 1 and not self._continues_choices
 
     def check_movable(self) -> None:
         """Raises CannotMigrate."""

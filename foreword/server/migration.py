@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from foreword.api import sse
 from foreword.api.dialects.answer_reader import error_of
-from foreword.api.dialects.registry import DIALECTS
+from foreword.api.dialects.dialect_writers import writer_for
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.request import GenerateRequest
 from foreword.api.tools.parser import AnswerFormats
@@ -208,7 +208,7 @@ def resume(tokenizer: Tokenizer, unclaimed: UnclaimedRequest, formats: AnswerFor
     """The job that continues after `unclaimed.output`. Raises BadRequest for a message that this version does not know."""
     message = _decode(unclaimed.envelope)
     request = message.request
-    writer = DIALECTS[request.dialect].writer(request, message.head)
+    writer = writer_for(request, message.head)
     job = Job(
         request,
         message.head,
@@ -220,7 +220,7 @@ def resume(tokenizer: Tokenizer, unclaimed: UnclaimedRequest, formats: AnswerFor
         caller,
         resumed=len(unclaimed.output),
     )
-    job.resume(tokenizer, unclaimed.output)
+    job.resume(tokenizer, [unclaimed.output])
     return job
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreword.api import breakpoints
 from foreword.api.chat_template import chat_text
+from foreword.api.dialects.dialect_writers import writer_for
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.output import PromptInfo
@@ -64,19 +65,19 @@ async def make_job(
     prompts = await _render_all(context, engine, tenant, request, body_bytes)
     if request.continuation is not None:
         prompts = [_continued_prompt(engine, request.continuation, prompts)]
-    is_open = request.dialect != "completions" and prompt_opens_reasoning(
-        engine.tokenizer, formats, request, prompts[0].tokens
-    )
-    if request.dialect != "completions" and not request.stop_in_reasoning:
-        params = replace(params, reasoning=formats.stops_behind(is_open))
+    is_open = False
+    if request.dialect != "completions" and formats.divided:
+        is_open = prompt_opens_reasoning(engine.tokenizer, formats, request, prompts[0].tokens)
+        if not request.stop_in_reasoning:
+            params = replace(params, reasoning=formats.stops_behind(is_open))
     structured = _structured(request, formats, engine.tokenizer, is_open)
     if structured is not None:
         params = replace(params, structured=structured)
         await engine.compile(params, Salt.of(tenant.salt, request.cache_salt))
     job = _job(context, engine, tenant, request, request_id, caller, formats, params, prompts)
     if request.continuation is not None:
-        output = request.continuation.output
-        await context.work.run(_CHARACTERS_PER_TOKEN * len(output), job.resume, engine.tokenizer, output)
+        outputs = [output for _, output in request.continuation.parts]
+        await context.work.run(_CHARACTERS_PER_TOKEN * sum(map(len, outputs)), job.resume, engine.tokenizer, outputs)
     size = conversation_size(request) + sum(map(len, request.prompts))
     job.conversations = await context.misses.outlines(context.work, engine, job, size)
     return job
@@ -124,31 +125,42 @@ def _job(
     fingerprint = f"fp_{engine.info.fingerprint[:12]}"
     head = ResponseHead(f"{dialect.id_prefix}{request_id}", engine.info.name, created, fingerprint)
     salt = Salt.of(tenant.salt, request.cache_salt)
-    prefill = _prefill_address(context, engine, tenant, request)
+    prefill, given = _prefill_address(context, engine, tenant, request), request.continuation
+    # Each choice that is continued is a sequence of its own, whose random numbers follow from its index.
+    one_each = params if given is None else replace(params, n=1)
+    parts = ((0, ()),) if given is None else given.parts
     # A client may use one X-Request-Id for two requests at a time; the engine's ids must differ.
     requests = tuple(
         Request(
             f"{head.id}:{next(_numbers)}",
             prompt.tokens,
-            params,
+            one_each,
             salt,
+            index=index,
             want_cache_report=request.cache_report,
             prefill=prefill,
-            retain=prompt.retain,
-            output=request.continuation.output if request.continuation is not None else (),
+            retain=prompt.retain if not number else (),
+            output=output,
             session=request.cache.key or request.session or "",
         )
         for prompt in prompts
+        for number, (index, output) in enumerate(parts)
     )
     for one in requests:
         engine.validate(one)
-    readers = tuple(
-        reader_for(engine.tokenizer, request, formats, one, number * params.n + index, prompt.shown)
-        for number, (one, prompt) in enumerate(zip(requests, prompts, strict=True))
-        for index in range(params.n)
-    )
-    writer = dialect.writer(request, head)
-    resumed = len(request.continuation.output) if request.continuation is not None else None
+    if given is None:
+        readers = tuple(
+            reader_for(engine.tokenizer, request, formats, one, number * params.n + index, prompt.shown)
+            for number, (one, prompt) in enumerate(zip(requests, prompts, strict=True))
+            for index in range(params.n)
+        )
+    else:
+        readers = tuple(
+            reader_for(engine.tokenizer, request, formats, one, one.index, None if one.output else prompts[0].shown)
+            for one in requests
+        )
+    writer = writer_for(request, head)
+    resumed = given.sent_tokens if given is not None else None
     return Job(request, head, writer, requests, readers, tenant.salt, request.stream, caller, resumed)
 
 
@@ -244,9 +256,8 @@ def _completion_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateReq
         prompt_tokens = prompt
     tokens = (*before, *prompt_tokens)
     echo = "" if not request.echo else prompt if isinstance(prompt, str) else tokenizer.complete_text(prompt)
-    return RenderedPrompt(
-        tokens, breakpoints.retentions(tokenizer, request, len(tokens)), _shown(request, tokens, echo)
-    )
+    retain = breakpoints.retentions(tokenizer, request, len(tokens)) if _retains(request) else ()
+    return RenderedPrompt(tokens, retain, _shown(request, tokens, echo))
 
 
 def count_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateRequest) -> int:
@@ -266,8 +277,16 @@ def _chat_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateRequest) 
         before = content
     text = chat_text(tokenizer, request, before)
     tokens = tuple(encode_bounded(engine, text, "messages", add_special_tokens=False))
-    retain = breakpoints.retentions(tokenizer, request, len(tokens), text, before=before)
+    retain: tuple[Retention, ...] = ()
+    if _retains(request):
+        retain = breakpoints.retentions(tokenizer, request, len(tokens), text, before=before)
     return RenderedPrompt(tokens, retain, _shown(request, tokens))
+
+
+def _retains(request: GenerateRequest) -> bool:
+    """Whether a request has cache control."""
+    marks = (*(one.breakpoint for one in request.messages), *(one.breakpoint for one in request.tools))
+    return request.cache.retention is not None or any(marks)
 
 
 def _continued_prompt(engine: AsyncEngine, given: Continuation, prompts: Sequence[RenderedPrompt]) -> RenderedPrompt:
@@ -275,9 +294,10 @@ def _continued_prompt(engine: AsyncEngine, given: Continuation, prompts: Sequenc
     if len(prompts) != 1:
         raise BadRequest("continuation: needs a request with one prompt", param="continuation")
     check_token_ids(engine, given.prompt, "continuation")
-    check_token_ids(engine, given.output, "continuation")
+    for _, output in given.parts:
+        check_token_ids(engine, output, "continuation")
     same = prompts[0].tokens == given.prompt
-    return RenderedPrompt(given.prompt, prompts[0].retain if same else ())
+    return RenderedPrompt(given.prompt, prompts[0].retain if same else (), prompts[0].shown)
 
 
 def _shown(request: GenerateRequest, tokens: tuple[int, ...], text: str = "") -> PromptInfo | None:

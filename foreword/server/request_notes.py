@@ -67,7 +67,7 @@ class ServerMisses:
 
     def note(self, engine: AsyncEngine, job: Job, prompt: int, delta: Delta) -> None:
         """A delta was counted. With the last one of a prompt the cause is known."""
-        if delta.index or not job.conversations:
+        if delta.index != job.requests[prompt].index or prompt >= len(job.conversations):
             return
         conversation, progress = job.conversations[prompt], job.progress[prompt]
         if progress.first_token_at is not None and math.isinf(conversation.computed_at):

@@ -21,7 +21,8 @@ import msgspec
 
 from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.dialects.decode import Limits
-from foreword.api.dialects.registry import DIALECTS, Dialect
+from foreword.api.dialects.dialect import Dialect
+from foreword.api.dialects.registry import DIALECTS
 from foreword.api.misses.causes import MissFinder
 from foreword.api.request import GenerateRequest
 from foreword.config import read_text

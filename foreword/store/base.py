@@ -117,6 +117,7 @@ class ReservedSlots:
         positions: which of the given headers these are.
         present: how many of the other blocks are there already, or come twice.
         full: a block has found no slot, since all that could be evicted are pinned or in use.
+        unread: `publish` takes parents and depths from the frames.
         unused: gives the slots back when nothing refers to the reservation any more; dead when that has ended.
     """
 
@@ -127,6 +128,7 @@ class ReservedSlots:
     positions: Sequence[int] = ()
     present: int = 0
     full: bool = False
+    unread: bool = False
     unused: weakref.finalize[..., Any] | None = None
 
     def frames(self) -> list[memoryview]:
@@ -245,7 +247,8 @@ class Store(Protocol):
         return
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        """Read each frame into its buffer (writable, contiguous, at least as long as the frame).
+        """Read each frame into its buffer (writable, contiguous, at least as long as the frame), such as a slot that another
+        store has reserved. No byte outside of the buffers is written.
 
         Returns, for each name, the length of the frame, or MISSING, BAD, FAILED, UNREADABLE or FOREIGN. Only what is BAD, or
         fails verification, may be deleted. The bytes are not verified. At the deadline the call returns what it has read until
@@ -258,8 +261,11 @@ class Store(Protocol):
         read. None at all from a store that does not keep frames in the memory of this process as `get` returns them."""
         return contextlib.nullcontext(Loan())
 
-    def reserve(self, headers: Sequence[Header], *, deadline: float) -> ReservedSlots:
+    def reserve(self, headers: Sequence[Header], *, unread: bool = False, deadline: float) -> ReservedSlots:
         """Take slots for blocks, in chain order, that the store does not have, and evict others for them as `put` does.
+
+        `unread`: the frames are there already, in another store, which reads them into the slots: parents and depths in the
+        headers are guesses (`Header.unread`), and `publish` takes those in the frames.
 
         A slot counts in the store's budget, and in its tenant's. It is neither evicted nor lent until the reservation ends: by
         `publish`, by `abandon`, or when nothing refers to it any more. A block that is deleted or erased before does not

@@ -142,6 +142,15 @@ class ChainLru:
         if not self._children[slot]:
             self._push(slot, tenant)
 
+    def move(self, slot: int, parent: Name, depth: int) -> None:
+        """Put a block, whose parent and depth were not known, behind its parent."""
+        before, name = self.parents[slot], self.names[slot]
+        if before != parent:
+            if before is not None:
+                self._lose_child(before, slot)
+            self.parents[slot] = self._add_child(parent) if parent != name else None
+        self.depths[slot] = depth
+
     def _add_child(self, parent: Name) -> Name:
         """Count a child of `parent`. Returns the one object that represents its name, to save memory."""
         slot = self.index.get(parent)
@@ -178,8 +187,11 @@ class ChainLru:
         if self._children[slot]:
             self._orphans[name] = self._children[slot]
         parent = self.parents[slot]
-        if parent is None:
-            return
+        if parent is not None:
+            self._lose_child(parent, slot)
+
+    def _lose_child(self, parent: Name, slot: int) -> None:
+        """Count a child of `parent` less, the block in a slot: the parent was used when that was."""
         parent_slot = self.index.get(parent)
         if parent_slot is not None:
             self._children[parent_slot] -= 1

@@ -24,6 +24,7 @@ from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError, did_you_mean
 from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, time_left
 from foreword.store.frame import FOREIGN_REASONS, HEADER_BYTES, RAW, Frame, check, read_header, seal
+from foreword.store.types import Codecs
 from foreword.store.wrappers import FormChanger
 
 _MODULES: Final = {"lossless": "lossless", "int8": "lossy", "int4": "lossy"}
@@ -86,9 +87,8 @@ def codec_named(name: str) -> Codec:
     try:
         module = import_module(f"foreword.store.codecs.{_MODULES[name]}")
     except ModuleNotFoundError as error:
-        package = "foreword-stores" if str(error.name).startswith("foreword") else error.name
         raise StoreConfigError(
-            f"The codec {name!r} needs {package}: pip install 'foreword[compression]'", param="codec"
+            f"The codec {name!r} needs {error.name}: pip install 'foreword[compression]'", param="codec"
         ) from error
     return cast("Codec", module.CODECS[name])
 
@@ -231,3 +231,17 @@ class CodedStore(FormChanger):
         with self._lock:
             for key, count in more.items():
                 self._notes[key] += count
+
+
+class _Named(Codecs):
+    def check(self, name: str) -> None:
+        codec_named(name)
+
+    def loss(self, names: Sequence[str]) -> str:
+        return named_loss(*map(codec_named, names))
+
+    def coded(self, store: Store, name: str, layouts: Sequence[Layout]) -> Store:
+        return CodedStore(store, codec_named(name), *layouts)
+
+
+CODECS: Final = _Named()

@@ -31,7 +31,6 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, ungenerated, with_generation
-from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store, time_left
 from foreword.store.frame import ENCRYPTED
@@ -40,6 +39,7 @@ from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier
 from foreword.store.types import StoreUrl
 from foreword.store.urls import parse
+from foreword.store_config import EncryptionConfig
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

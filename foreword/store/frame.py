@@ -55,6 +55,7 @@ _KEY: Final = struct.Struct(f"<I{NONCE_BYTES}s")
 _KEY_AT: Final = 128
 _LIKELY_VERSIONS: Final = 2
 _HEAD = struct.Struct(f"<4sHH{FINGERPRINT_BYTES}s{ROOT_BYTES}s{KEY_BYTES}s{KEY_BYTES}sIHHQQI{NONCE_BYTES}s16s")
+_PLACE = struct.Struct(f"<8x{FINGERPRINT_BYTES}s{ROOT_BYTES}s{KEY_BYTES}x{KEY_BYTES}sI")
 _SUMMED = _HEAD.size
 _SUM_BYTES = 32
 _RESERVED = bytes(16)
@@ -97,6 +98,15 @@ class Header:
     def parent_name(self) -> bytes:
         """The name of the previous block of the chain. For the first block it is a name that no block has."""
         return self.layout + named_root(self.root, self.parent) + self.parent
+
+    @classmethod
+    def unread(cls, name: bytes, length: int, before: bytes = b"") -> Header:
+        """The header of a raw block as far as it is known before its frame is read: by its name and the bytes of its payload.
+
+        `before`: the name of the block that is probably its parent; b"": unknown, and the header says that there is none.
+        """
+        layout, root, key = name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:-KEY_BYTES], name[-KEY_BYTES:]
+        return cls(layout, root, key, before[-KEY_BYTES:] or key, 0, RAW, length, length)
 
     def pack(self) -> bytes:
         """Encode the header without its checksum, 160 bytes."""
@@ -173,6 +183,12 @@ def read_header(data: bytes | memoryview) -> Header:
     if reserved or more != _RESERVED or (key_id != UNAUTHENTICATED and (key_id == UNKEYED) == any(nonce)):
         raise BadFrame("reserved", "reserved bytes are not zero, or there is a key without a nonce")
     return Header(layout, root, key, parent, depth, codec, raw_length, length, group, key_id, nonce)
+
+
+def place_in_chain(data: memoryview) -> tuple[bytes, int]:
+    """The name of the parent of a block, as `Header.parent_name` is, and its depth, by its frame, which was verified."""
+    layout, root, parent, depth = _PLACE.unpack_from(data, len(data) - HEADER_BYTES)
+    return layout + named_root(root, parent) + parent, depth
 
 
 def _is_summed(data: bytes | memoryview, start: int) -> bool:

@@ -20,8 +20,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from foreword.config import EncryptionConfig, read_text
+from foreword.config import read_text
 from foreword.errors import ConfigError, reason_of
+from foreword.store_config import EncryptionConfig
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

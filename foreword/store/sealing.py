@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Final
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.blocks.salt import TENANT_BYTES
-from foreword.config import EncryptionConfig, StoreConfig
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly, StoreWithoutKeys
 from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, record_tenant, time_left
 from foreword.store.data_keys import SHARED, DataKey, DataKeys, check_apart, check_exists, data_keys_of
@@ -46,6 +45,7 @@ from foreword.store.frame import (
 )
 from foreword.store.store_keys import Encryption, StoreKeys
 from foreword.store.wrappers import FormChanger
+from foreword.store_config import EncryptionConfig, StoreConfig
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig, build
+from foreword.config_layers import ENV_PREFIX, build
 from foreword.errors import StoreConfigError
+from foreword.store_config import EncryptionConfig, StoreConfig
 
 if TYPE_CHECKING:
     from foreword.blocks.salt import Salt

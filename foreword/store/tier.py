@@ -618,17 +618,26 @@ class StoreTier:
             self._notify(True, names if kept == len(names) else self._present(names, deadline))
         return kept
 
-    def reserve(self, headers: Sequence[Header], deadline: float) -> ReservedSlots:
+    def reserve(self, headers: Sequence[Header], deadline: float, *, unread: bool = False) -> ReservedSlots:
         """Slots in a store that reserves them (`Store.reserve`); none if it fails."""
-        return self.attempt(lambda: self.store.reserve(headers, deadline=deadline), ReservedSlots())
+        return self.attempt(
+            lambda: self.store.reserve(headers, unread=unread, deadline=deadline), ReservedSlots(unread=unread)
+        )
 
-    def publish(self, reserved: ReservedSlots, headers: Sequence[Header], seconds: float) -> int:
-        """Let the blocks with these headers be found: it took some seconds to write their frames. Returns how many are; none if
-        the store fails, which then takes the slots back."""
-        kept = self.attempt(lambda: self.store.publish(reserved), 0)
+    def publish(
+        self,
+        reserved: ReservedSlots,
+        headers: Sequence[Header],
+        seconds: float,
+        chosen: Collection[int] | None = None,
+    ) -> int:
+        """Let the blocks with these headers be found, which are in the slots, or in the chosen ones: it took some seconds to
+        write their frames. Returns how many are; none if the store fails, which then takes the slots back."""
+        kept = self.attempt(lambda: self.store.publish(reserved, chosen), 0)
+        size = sum(reserved.lengths[one] for one in (range(len(reserved.lengths)) if chosen is None else chosen))
         with self._lock:
             self.counters.written_blocks += kept
-            self.counters.written_bytes += sum(reserved.lengths) * kept // max(len(headers), 1)
+            self.counters.written_bytes += size * kept // max(len(headers), 1)
             self.counters.write_seconds += seconds
         if self._listener is not None and kept:
             names = [header.name for header in headers]

@@ -25,7 +25,15 @@ from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreConfigError, StoreError
 from foreword.store.background import at_once
-from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus, copy_error, step_deadline
+from foreword.store.base import (
+    MISSING,
+    Name,
+    Store,
+    StoredBlock,
+    StoreStatus,
+    copy_error,
+    step_deadline,
+)
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
 from foreword.store.tier_admission import AdmissionRule, BlockUse
@@ -241,7 +249,7 @@ class TieredStore(Store):
             with ThreadPoolExecutor(len(asked), "foreword-warm-up") as pool:
                 list(pool.map(lambda tier: tier.warm_up(names, deadline), asked))
 
-    def _turns(self, deadline: float) -> Iterator[tuple[int, float]]:
+    def turns(self, deadline: float) -> Iterator[tuple[int, float]]:
         """The index of each tier that may be read, and the deadline of a call of it, until the deadline has passed."""
         last = len(self.tiers) - 1
         for index, tier in enumerate(self.tiers):
@@ -283,7 +291,7 @@ class TieredStore(Store):
         """
         found: list[FetchedBlock | None] = [None] * len(names)
         late: set[int] = set()
-        for index, until in self._turns(deadline):
+        for index, until in self.turns(deadline):
             missing = [i for i, one in enumerate(found) if one is None and i not in late]
             if not missing:
                 break

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -134,6 +135,22 @@ class StoreType:
             store.erase(deadline=deadline)
             for key in store.records("", deadline=deadline):
                 store.delete_record(key, deadline=deadline)
+
+
+class Codecs(ABC):
+    """Calls to the codecs (`store/codec.py`), which are of another product. It has no state."""
+
+    @abstractmethod
+    def check(self, name: str) -> None:
+        """Raises StoreConfigError if there is no codec of that name, or if its libraries are not installed."""
+
+    @abstractmethod
+    def loss(self, names: Sequence[str]) -> str:
+        """The value of `Layout.loss` for blocks that have passed these codecs. Raises StoreConfigError."""
+
+    @abstractmethod
+    def coded(self, store: Store, name: str, layouts: Sequence[Layout]) -> Store:
+        """A store that encodes blocks of these layouts on their way into this one. Raises StoreConfigError."""
 
 
 def read_options(url: StoreUrl, known: Options, *, others: bool = False) -> dict[str, Any]:

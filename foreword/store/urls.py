@@ -18,20 +18,21 @@ from urllib.parse import parse_qsl, unquote, urlunsplit
 
 from foreword.blocks.layout import Layout
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
-from foreword.plugins import Plugins
+from foreword.plugins import Plugins, of_product
 from foreword.store.base import Store
 from foreword.store.builtin import BuiltinTypes
-from foreword.store.codec import CodedStore, codec_named, named_loss
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import redacted, split_url
 from foreword.store.store_keys import StoreKeys
 from foreword.store.tier_admission import AdmissionRule
 from foreword.store.tiered import HOLD_NEEDS, TieredStore
-from foreword.store.types import RULE_OPTIONS, Opener, Reach, StoreType, StoreUrl, read_options
+from foreword.store.types import RULE_OPTIONS, Codecs, Opener, Reach, StoreType, StoreUrl, read_options
 from foreword.texts import readable
 
 _LOCATION: Final = "location/id"
 _LOCATION_SECONDS: Final = 5.0
+_RAW: Final = "raw"  # no codec
+_CODECS: Final = "foreword.store.codec:CODECS"
 TYPES: Final = Plugins("foreword.stores", "store type", StoreType, BuiltinTypes(), StoreConfigError)
 
 
@@ -53,7 +54,7 @@ def parse(url: str) -> StoreUrl:
     options = dict(given)
     if len(options) < len(given):
         raise StoreConfigError(f"{redacted(url)!r} has an option twice")
-    codec, label = options.pop("codec", "raw"), readable(options.pop("label", kind.label))
+    codec, label = options.pop("codec", _RAW), readable(options.pop("label", kind.label))
     if not label:
         raise StoreConfigError(f"{redacted(url)!r}: label= takes a name")
     bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
@@ -81,7 +82,8 @@ def check_stores(urls: Sequence[str]) -> list[StoreUrl]:
     parsed = [parse(url) for url in urls]
     for url in parsed:
         url.type.check(url)
-        codec_named(url.codec)
+        if url.codec != _RAW:
+            _codecs(url.codec).check(url.codec)
     places = [os.path.realpath(url.path) if url.scheme in ("disk", "file") else url.url for url in parsed]
     if twice := [url for url, place in zip(parsed, places, strict=True) if url.persistent and places.count(place) > 1]:
         raise StoreConfigError(f"{twice[0].shown} is given twice")
@@ -182,7 +184,8 @@ def _check_room(url: StoreUrl, store: Store, block_bytes: int) -> None:
 
 def loss_of(urls: Sequence[str]) -> str:
     """The value of `Layout.loss` for blocks in these stores: "" unless a codec is lossy."""
-    return named_loss(*(codec_named(parse(url).codec) for url in urls))
+    coded = [url.codec for url in map(parse, urls) if url.codec != _RAW]
+    return _codecs(coded[0]).loss(coded) if coded else ""
 
 
 def labels_of(urls: Sequence[str]) -> list[str]:
@@ -202,6 +205,14 @@ def _with_distinct_labels(urls: Sequence[StoreUrl]) -> list[StoreUrl]:
 
 
 def _with_codec(store: Store, codec: str, layouts: Sequence[Layout]) -> Store:
-    if codec == "raw":
-        return store
-    return CodedStore(store, codec_named(codec), *layouts)
+    return store if codec == _RAW else _codecs(codec).coded(store, codec, layouts)
+
+
+def _codecs(name: str) -> Codecs:
+    """The codecs, for that of this name. Raises StoreConfigError where they are not installed."""
+    found: Codecs | None = of_product(_CODECS)
+    if found is None:
+        raise StoreConfigError(
+            f"The codec {name!r} needs foreword-stores: pip install 'foreword[compression]'", param="codec"
+        )
+    return found

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError
 from foreword.store.store_keys import check_apart
 from foreword.store.types import Reach
 from foreword.store.urls import check_stores
+from foreword.store_config import EncryptionConfig
 from foreword.transfer.peer import settings_of
 from foreword.transfer.sockets import parse_address
 from foreword.transfer.tls import TlsSettings, check_encrypted

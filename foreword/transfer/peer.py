@@ -26,8 +26,8 @@ from foreword.errors import (
     TransferTimeout,
 )
 from foreword.store.base import Name, StoreStatus, time_left
+from foreword.store.local_records import ReadOnlyStore
 from foreword.store.types import Opener, Options, StoreUrl, parse_flag, read_options
-from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
 from foreword.transfer.sockets import parse_address
 from foreword.transfer.transfer_endpoint import TransferEndpoint

@@ -15,8 +15,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final, cast
 
-from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError, PeerRejected, TransferTimeout, TransferUnavailable
+from foreword.store_config import EncryptionConfig
 from foreword.transfer.sockets import SocketStream
 from foreword.transfer.wire_format import Buffer
 from foreword.transfer_config import TransferConfig

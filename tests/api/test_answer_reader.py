@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from foreword.api.dialects.answer_reader import AnswerReader, check_whole, read_error
 from foreword.api.dialects.chat_request import write_request
 from foreword.api.dialects.decode import Limits
+from foreword.api.dialects.dialect_writers import writer_for
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text, TokenEntry
@@ -133,7 +134,7 @@ def streamed(*deltas: ChoiceDelta) -> tuple[list[ChoiceDelta], AnswerReader]:
     request = parse(
         "chat", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
     )
-    writer = DIALECTS["chat"].writer(request, HEAD)
+    writer = writer_for(request, HEAD)
     raw = b"".join(event for delta in deltas for event in writer.events(delta)) + writer.end(USAGE, {"reason": "new"})
     reader, read = AnswerReader(), list[ChoiceDelta]()
     for event in raw.split(b"\n\n")[:-2]:
@@ -158,7 +159,7 @@ def test_logprobs_are_read() -> None:
 
 def test_whole_responses_are_read() -> None:
     """The same for a response that is not streamed."""
-    writer = DIALECTS["chat"].writer(parse("chat", messages=[{"role": "user", "content": "x"}]), HEAD)
+    writer = writer_for(parse("chat", messages=[{"role": "user", "content": "x"}]), HEAD)
     for delta in SENTENCE:
         writer.add(delta)
     reader = AnswerReader()
@@ -265,7 +266,7 @@ def test_counts_of_every_dialect(dialect: DialectName) -> None:
         "messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
     }
     request = parse(dialect, **asked[dialect])
-    writer, whole = (DIALECTS[dialect].writer(request, HEAD) for _ in range(2))
+    writer, whole = (writer_for(request, HEAD) for _ in range(2))
     events = [*writer.start(USAGE), *(event for delta in SENTENCE for event in writer.events(delta)), writer.end(USAGE)]
     for delta in SENTENCE:
         whole.add(delta)

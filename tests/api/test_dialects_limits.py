@@ -17,8 +17,9 @@ from foreword.api.dialects import decode
 from foreword.api.dialects.chat import ChatBody
 from foreword.api.dialects.completions import CompletionBody
 from foreword.api.dialects.decode import Limits
+from foreword.api.dialects.dialect import Dialect
 from foreword.api.dialects.messages import MessagesBody
-from foreword.api.dialects.registry import DIALECTS, Dialect
+from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.responses import ResponsesBody
 from foreword.api.request import GenerateRequest
 from foreword.errors import BadRequest

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from foreword.config import StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
+from foreword.store_config import StoreConfig
 
 Engine = TypeVar("Engine", LLM, AsyncEngine)
 

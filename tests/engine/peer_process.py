@@ -76,9 +76,9 @@ class Process:
 def main() -> None:
     import torch
 
-    from foreword.config import StoreConfig
     from foreword.engine_config import EngineConfig
     from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.store_config import StoreConfig
     from foreword.transfer_config import TransferConfig
 
     torch.set_num_threads(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import foreword
 from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.request import Message, Tool, ToolCall
 from foreword.engine.request import SamplingParams
@@ -13,7 +15,7 @@ from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
 from foreword.tokens.tokenizer import Tokenizer
 
-MODEL = "foreword/models/stdlib-nano"
+MODEL = str(Path(foreword.__file__).parent / "models" / "stdlib-nano")
 TOOLS = (
     Tool("weather", "Weather of a city", {"type": "object", "properties": {"city": {"type": "string"}}}),
     Tool("time"),

@@ -15,13 +15,13 @@ from tiny import greedy, prompt
 
 from foreword.api.tenants import Tenant, Tenants
 from foreword.blocks.salt import Salt
-from foreword.config import EncryptionConfig, StoreConfig
 from foreword.engine.preflight import check
 from foreword.engine.request import Request
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import ConfigError, NotFound
 from foreword.store.data_keys import data_keys_of
+from foreword.store_config import EncryptionConfig, StoreConfig
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": "2048 tokens", "block_size": 4, "threads": 1}
 ANN, BOB = "Bearer ann's-key", "Bearer bob's-key"

@@ -11,8 +11,8 @@ from patience import patient, unhurried
 from servers import RedisServer, wait_until
 from tiny import Reference, greedy, prompt
 
-from foreword.config import StoreConfig
 from foreword.entrypoints.llm import LLM
+from foreword.store_config import StoreConfig
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]

@@ -25,7 +25,6 @@ from tiny import Reference, greedy, prompt
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import chain_prefix
 from foreword.blocks.salt import NO_SALT, Salt
-from foreword.config import StoreConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine_config import EngineConfig
@@ -34,6 +33,7 @@ from foreword.entrypoints.llm import LLM
 from foreword.events import BlocksRemoved, BlocksStored
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.store.frame import HEADER_BYTES, check, read_header
+from foreword.store_config import StoreConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer_config import TransferConfig
 

@@ -20,7 +20,6 @@ from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.blocks.public import public_keys
 from foreword.blocks.salt import PUBLIC, Salt, derive_salt
-from foreword.config import EncryptionConfig
 from foreword.engine.request import CacheReport, Request
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
@@ -29,6 +28,7 @@ from foreword.prefixes.erasure import forget_chain, forget_prefix
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
+from foreword.store_config import EncryptionConfig
 
 BLOCK = 4
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": "2048 tokens", "block_size": BLOCK, "threads": 1}

@@ -18,7 +18,6 @@ from servers import wait_until
 from tiny import Reference, greedy, prompt
 
 from foreword.blocks.salt import Salt
-from foreword.config import StoreConfig
 from foreword.conformance import Fault, FlakyStore
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine_config import EngineConfig
@@ -26,6 +25,7 @@ from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, StoreConfigError, StoreUnavailable
 from foreword.store.frame import HEADER_BYTES
+from foreword.store_config import StoreConfig
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]

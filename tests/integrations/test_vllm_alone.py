@@ -11,6 +11,11 @@ import pytest
 from vllm_stub import stubbed_vllm
 
 from foreword.errors import ConfigError
+from foreword.store.tiered import TieredStore
+from foreword.store.types import Reach
+
+EXTRAS = "foreword.integrations.vllm_extras"
+PACKAGE = "the package foreword-vllm-extras beside foreword-vllm"
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +27,12 @@ def vllm() -> Iterator[Callable[[str], Any]]:
 
 @pytest.mark.parametrize(
     ("module", "setting", "message"),
-    [("foreword.offload.direct_tier", {"direct": True}, r"store\.direct needs .*pip install 'foreword\[direct\]'")],
+    [
+        ("foreword.offload.direct_tier", {"direct": True}, r"store\.direct needs .*pip install 'foreword\[direct\]'"),
+        (f"{EXTRAS}.usage_notes", {"usage_ledger": "usage.jsonl"}, f"usage_ledger .* needs {PACKAGE}"),
+        (f"{EXTRAS}.portable", {"layout": "portable"}, f"layout, unit_tokens and head_units .* need {PACKAGE}"),
+        (f"{EXTRAS}.transfer", {"transfer": {}}, f"transfer between instances, .* need {PACKAGE}"),
+    ],
 )
 def test_a_setting_of_another_product(
     vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, module: str, setting: dict[str, Any], message: str
@@ -36,3 +46,16 @@ def test_a_setting_of_another_product(
     with pytest.raises(ConfigError, match=message):
         settings.read(given)
     settings.read({"store": given["store"]})
+
+
+def test_events_say_nothing_of_the_tiers(
+    vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """KV events are a setting of vLLM: without the extras the server starts, and a warning says what they lack."""
+    parts = vllm("extra_parts")
+    tiers = [(Reach.PROCESS, "memory")]
+    assert parts.tier_events(tiers, [1], [16]).take() == []
+    monkeypatch.setitem(sys.modules, f"{EXTRAS}.tier_events", None)
+    store = TieredStore([])
+    assert parts.tier_watch(store, ()) is parts.tier_events(tiers, [1], [16]) is None
+    assert PACKAGE in caplog.text

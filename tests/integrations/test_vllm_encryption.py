@@ -9,9 +9,9 @@ from typing import Any
 from vllm_process import answers, disk, needs_vllm, run
 
 from foreword.blocks.salt import Salt
-from foreword.config import EncryptionConfig
 from foreword.referee.models import KINDS
 from foreword.store.data_keys import DataKeys
+from foreword.store_config import EncryptionConfig
 
 pytestmark = needs_vllm
 

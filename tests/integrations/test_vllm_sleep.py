@@ -46,7 +46,7 @@ class FakeWorker:
         info = SimpleNamespace(
             config=SimpleNamespace(lora_config=None, model_config=SimpleNamespace(model="m")), ranks=1, num_blocks=BLOCKS,
             groups=[SimpleNamespace(layer_names=tuple(self.caches), uneven=False, group=group, facts={})],
-            layouts=lambda rank: (LAYOUT,), units=lambda rank: (whole_blocks(LAYOUT),), portable=False, separate=False,
+            layouts=lambda rank: (LAYOUT,), units=lambda rank: (whole_blocks(LAYOUT),), separate=False,
             events=False, model=LAYOUT.model, settle=lambda namespace: None, key_size=BLOCK, divisible=True,
             trusts=False, base=bytes(32), settings="5e" * 32,
         )  # fmt: skip

@@ -52,7 +52,7 @@ def mark(engine: Engine, tokens: list[int]) -> None:
     )  # fmt: skip
     store = worker_of(engine.llm).offload.store
     SharedRecords(store, PREFIXES).put(PREFIXES.key(info.model.hex()[:32], PUBLIC.digest.hex(), "law"), record)
-    engine.until(lambda: connector._public.blocks.keys == frozenset(keys))
+    engine.until(lambda: connector.control.public.keys == frozenset(keys))
 
 
 def main() -> None:

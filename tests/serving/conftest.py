@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import httpx
 import openai
 import pytest
-from server_process import ControlledProcess, ServerProcess
 from shared_server import ROUTER_KEY, SharedServer, SharedServers, another_server, shared_servers
 
 from foreword.process_config import ServerConfig
 
-P = TypeVar("P", bound=ServerProcess)
+# Processes are made with the lab's referee, which is not there where the server's own tests run alone.
+if TYPE_CHECKING:
+    from server_process import ControlledProcess, ServerProcess
+
+P = TypeVar("P", bound="ServerProcess")
 
 
 @pytest.fixture(scope="session")
@@ -63,12 +66,16 @@ def metric(client: httpx.Client) -> Callable[..., float]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., ServerProcess]]:
+    from server_process import ServerProcess
+
     with made_of(ServerProcess) as make:
         yield make
 
 
 @pytest.fixture
 def start_controlled() -> Iterator[Callable[..., ControlledProcess]]:
+    from server_process import ControlledProcess
+
     with made_of(ControlledProcess) as make:
         yield make
 

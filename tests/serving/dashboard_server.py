@@ -15,13 +15,13 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.api.http import bind
-from foreword.config import StoreConfig
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.process_config import ServerConfig
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
+from foreword.store_config import StoreConfig
 
 # Every place where a stranger's text reaches the page has this in it.
 HOSTILE = "<img/src=x/onerror=window.hacked=1>"

@@ -29,8 +29,12 @@ class Engine:
     drained: list[float] = field(default_factory=list)
     unclaimed: UnclaimedRequests = field(default_factory=lambda: UnclaimedRequests(lambda name: None))
 
-    def status(self) -> Status:
-        return self.now
+    @property
+    def failed(self) -> str | None:
+        return self.now.failed
+
+    def queue(self) -> tuple[int, int]:
+        return self.now.running, self.now.waiting
 
     async def drain(self, timeout: float) -> None:
         self.drained.append(timeout)

@@ -28,11 +28,11 @@ from shared_server import until
 
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.salt import derive_salt
-from foreword.config import EncryptionConfig
 from foreword.conformance import soon
 from foreword.store.data_keys import DataKeys, tenant_of_salt
 from foreword.store.sealing import KeyRing
 from foreword.store.urls import open_store
+from foreword.store_config import EncryptionConfig
 
 SECONDS = float(os.environ.get("FOREWORD_FLEET_SECONDS", "5"))
 KEEP = 10.0  # seconds for which a tenant's old data key reads

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from foreword.config import StoreConfig
 from foreword.configuration import Config
 from foreword.errors import BadRequest, ConfigError, Forbidden
 from foreword.process_config import ServerConfig
 from foreword.server.peers import Peers
+from foreword.store_config import StoreConfig
 from foreword.transfer_config import TransferConfig
 
 OPEN = ("127.0.0.1:9100", "127.8.9.1:1", "localhost:9100", "[::1]:9100", "[::ffff:127.0.0.1]:9100")

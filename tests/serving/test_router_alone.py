@@ -15,6 +15,13 @@ from foreword.process_config import RouterConfig
 from foreword.router.discovery import configured_replicas
 from foreword.router.extras import extras_for, installed_extras
 
+_OTHER = (
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/resp_1"),
+)
+
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +46,13 @@ def test_it_routes(router: RouterThread) -> None:
     assert answer.json()["choices"][0]["text"] == TEXT
     assert http_client.get(f"{router.url}/v1/router/state").json()["ready"]
     assert router.metric("foreword:router_audits_total") == 0
-    for method, path in (("GET", "/ui/"), ("POST", "/v1/prefixes"), ("DELETE", "/v1/cache"), ("POST", "/v1/cache/pin")):
+    for method, path in (
+        ("GET", "/ui/"),
+        ("POST", "/v1/prefixes"),
+        ("DELETE", "/v1/cache"),
+        ("POST", "/v1/cache/pin"),
+        *_OTHER,
+    ):
         refused = http_client.request(method, router.url + path, json={})
         assert refused.status_code == 404 and "foreword-route-extras" in refused.text, path
     named = http_client.post(

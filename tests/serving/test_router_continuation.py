@@ -216,7 +216,7 @@ def shapes(chunks: list[dict[str, Any]]) -> list[Any]:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"n": 2}, "several"),
+        ({"n": 2, "temperature": 1}, "several"),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"frequency_penalty": 1}, "frequency_penalty"),
     ],

@@ -91,6 +91,12 @@ CASES: Mapping[str, dict[str, Any]] = {
     "completion": {**TEXT, "max_tokens": 9, "stop": ["\x00\x01"], "echo": True},
     "seeded completion": {**TEXT, "max_tokens": 9, "temperature": 1, "seed": 3},
 }
+# Choices of different lengths.
+SEVERAL: Mapping[str, dict[str, Any]] = {
+    "chat": {"messages": ASK, "max_tokens": 12, "temperature": 1, "seed": 5, "logprobs": True},
+    "completion": {**TEXT, "max_tokens": 9, "temperature": 1.5, "seed": 3, "ignore_eos": False, "stop": ["e", "\x00"]},
+    "schema": {"messages": ASK, "response_format": FORMAT, "max_tokens": 48, "temperature": 1, "seed": 5},
+}
 
 
 @pytest.mark.parametrize("name", ["seeded schema", "tool"])
@@ -108,6 +114,51 @@ def test_the_same_response_wherever_the_stream_breaks(
     check(
         router, scissors, shared, name, lambda count: {at: 2 * (at % 2) for at in {2, 3, 4, 5, *range(7, count - 1, 6)}}
     )
+
+
+def by_choice(chunks: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """The text, token ids, log-probabilities, roles and ending of each choice, the usage, and the ids of the response."""
+    found: dict[int, list[Any]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        entry = found.setdefault(choice["index"], ["", [], [], 0, []])
+        delta = choice.get("delta", {})
+        entry[0] += choice.get("text", delta.get("content")) or ""
+        entry[1] += choice.get("token_ids") or []
+        entry[2] += [round(one["logprob"], 3) for one in (choice.get("logprobs") or {}).get("content") or ()]
+        entry[3] += "role" in delta
+        entry[4] += [(choice["finish_reason"], choice["stop_reason"])] if choice["finish_reason"] else []
+    usage = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+    counts = [[one[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")] for one in usage]
+    return found, counts, len({(chunk["id"], chunk["created"]) for chunk in chunks})
+
+
+def check_several(
+    router: RouterProcess, scissors: Scissors, shared: SharedServers, name: str, places: Callable[[int], list[int]]
+) -> None:
+    asked = {**SEVERAL[name], "n": 3, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    path = CHAT if "messages" in asked else "/v1/completions"
+    whole = stream(shared.open.url, path, asked)
+    expected = by_choice(whole)
+    assert len({entry[0] for entry in expected[0].values()}) == 3, "choices differ"
+    for number, events in enumerate(places(len(whole))):
+        scissors.cut_after(events, *([3] if number % 2 else []))
+        assert by_choice(stream(router.url, path, asked)) == expected, events
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_choices(router: RouterProcess, scissors: Scissors, shared: SharedServers, name: str) -> None:
+    """Each choice of a request with a seed goes on from its own place: its text, ids, log-probabilities, role and ending, and
+    one usage of all choices, are those of an unbroken response, also where one has ended and another has not begun."""
+    check_several(router, scissors, shared, name, lambda count: [1, 2, count // 2, count - 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_choices_wherever_the_stream_breaks(
+    router: RouterProcess, scissors: Scissors, shared: SharedServers, name: str
+) -> None:
+    """The same for breaks behind each event, every second time twice."""
+    check_several(router, scissors, shared, name, lambda count: [*range(count)])
 
 
 @pytest.mark.slow
@@ -223,6 +274,8 @@ def test_only_a_router_names_an_output(router: RouterProcess, shared: SharedServ
         {"continuation": {**given, "token_ids": [10**9]}},
         {"continuation": {**given, "token_ids": [7] * 5000}},
         {"n": 2},
+        {"n": 2, "continuation": {"prompt_token_ids": [5], "choices": [{"index": 2, "token_ids": [7]}]}},
+        {"n": 2, "continuation": {"prompt_token_ids": [5], "choices": [{"index": 1, "token_ids": []}] * 2}},
         {"max_tokens": 1},
     ]
     with shared.open.http() as client:

@@ -26,8 +26,9 @@ from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import BadRequest
 from foreword.process_config import ServerConfig
 from foreword.router.prompts import PromptTokenizer
-from foreword.router.replica_body import PATHS, TRANSLATED, chat_request, parse_request
+from foreword.router.replica_body import PATHS, TRANSLATED, parse_request
 from foreword.router.replicas import Upstream
+from foreword.router_extras.translation import chat_request
 from foreword.routing.known_prompts import KnownPrompts
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver

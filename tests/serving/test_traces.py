@@ -17,7 +17,6 @@ from shared_server import until
 from test_router_faults import Scripted
 
 from foreword.api.http import bind
-from foreword.config import StoreConfig
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
@@ -27,6 +26,7 @@ from foreword.process_config import ServerConfig
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.server.engine_observers import EngineTraces
+from foreword.store_config import StoreConfig
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 

@@ -50,7 +50,6 @@ from fault_campaign import (
 from foreword.blocks.keys import Scope
 from foreword.blocks.salt import Salt
 from foreword.cli.store import _verify_tier
-from foreword.config import EncryptionConfig
 from foreword.conformance import FlakyStore, make_frames, names_of, soon
 from foreword.errors import StoreError
 from foreword.offload.slots import StagingSlots
@@ -63,6 +62,7 @@ from foreword.store.frame import Frame
 from foreword.store.sealing import KeyRing
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
+from foreword.store_config import EncryptionConfig
 
 SIZE = 500
 SLOTS = 64

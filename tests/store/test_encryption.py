@@ -19,7 +19,6 @@ from servers import RedisServer, S3Server
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.salt import Salt, ungenerated, with_generation
-from foreword.config import EncryptionConfig
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import BadFrame, ConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import KEY_STORE, PlaceOutcome, forget_tenant
@@ -35,6 +34,7 @@ from foreword.store.store_keys import keys_from_environment
 from foreword.store.tier_counters import TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
+from foreword.store_config import EncryptionConfig
 from foreword.transfer.checks import check_stores_and_peers
 from foreword.transfer_config import TransferConfig
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from foreword.config import StoreConfig
 from foreword.errors import BadFrame, ConfigError
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import KeyRing, SealedStore
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
+from foreword.store_config import StoreConfig
 
 FIRST, SECOND = "1:the first secret of the tests", "2:the second secret of the tests"
 ANN, BOB = b"a" * 16, b"b" * 16

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from foreword.blocks.salt import Salt, derive_salt
 from foreword.cli.main import app
-from foreword.config import EncryptionConfig
 from foreword.conformance import make_frames, read, soon, whole
 from foreword.errors import ConfigError, StoreError
 from foreword.store import data_keys
 from foreword.store.frame import Frame
 from foreword.store.store_keys import keys_from_environment
 from foreword.store.urls import open_store
+from foreword.store_config import EncryptionConfig
 
 SECRET = "a tenant secret of the tests"
 

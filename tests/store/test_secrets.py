@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from servers import RedisServer, ScriptedServer, free_port
 
-from foreword.config import StoreConfig
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.server.job import Caller
 from foreword.store.redact import redacted
@@ -18,6 +17,7 @@ from foreword.store.redis.redis_store import RedisStore
 from foreword.store.redis.resp import make_command
 from foreword.store.types import Reach
 from foreword.store.urls import open_store, parse
+from foreword.store_config import StoreConfig
 from foreword.transfer.handshake import Identity
 from foreword.transfer.peer import opener
 from foreword.transfer_config import SharedSecret, TransferConfig

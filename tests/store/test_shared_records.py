@@ -18,7 +18,6 @@ import pytest
 from products import ROOT
 
 from foreword.blocks.salt import Salt
-from foreword.config import EncryptionConfig
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRecord, StoreConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import forget_tenant
@@ -31,6 +30,7 @@ from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import IntegritySecret, KeyRing
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore
+from foreword.store_config import EncryptionConfig
 
 ANN, BOB = Salt(b"ann"), Salt(b"bob")
 TENANT = ANN.digest.hex()

@@ -17,7 +17,6 @@ from servers import RedisServer
 from typer.testing import CliRunner
 
 from foreword.cli import main as cli
-from foreword.config import StoreConfig
 from foreword.conformance import make_frames, names_of, read, soon, whole
 from foreword.errors import StoreConfigError
 from foreword.prefixes.open_erasures import ERASURES, ErasureRecord
@@ -29,6 +28,7 @@ from foreword.store.sealing import KeyRing
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
+from foreword.store_config import StoreConfig
 
 ANN, BOB = b"a" * 32, b"b" * 32
 PAYLOAD = 1000

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from foreword.config import EncryptionConfig, StoreConfig
 from foreword.errors import StoreConfigError
 from foreword.store.store_keys import check_apart, data_keys_of, keys_from_environment, keys_of
+from foreword.store_config import EncryptionConfig, StoreConfig
 
 SECRETS = ("1:a secret of the tests",)
 

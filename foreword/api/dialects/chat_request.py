@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall
-
-ReplicaKind = Literal["foreword", "vllm", "openai"]
+from foreword.api.request import (
+    CacheBreakpoint,
+    GenerateRequest,
+    Message,
+    OutputFormat,
+    ReplicaKind,
+    Tool,
+    ToolCall,
+)
 
 # Names of sampling parameters where they differ.
 _NAMES: Final = {"include_stop": "include_stop_str_in_output"}

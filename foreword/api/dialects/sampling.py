@@ -72,11 +72,21 @@ class TransferParams(Struct):
     prefill: str | None = None
 
 
+class ContinuedChoiceBody(Struct):
+    """The output of one of several choices, which had not ended."""
+
+    index: Annotated[int, Meta(ge=0)]
+    token_ids: list[int]
+
+
 class ContinuationBody(Struct):
-    """Set by a router: another server's prompt, and the output that the client has from it."""
+    """Set by a router: another server's prompt, and the output that the client has from it: `token_ids` of the only choice, or
+    that of each of several that had not ended; those that had have `ended_tokens`."""
 
     prompt_token_ids: list[int]
-    token_ids: list[int]
+    token_ids: list[int] = []
+    choices: list[ContinuedChoiceBody] = []
+    ended_tokens: Annotated[int, Meta(ge=0, le=2**31)] = 0
 
 
 class JsonSchemaBody(Struct):
@@ -271,8 +281,18 @@ def _continuation(body: SamplingBody, limits: Limits) -> Continuation | None:
     if not body.stream:
         raise refuse("continuation", "needs stream")
     check_length(given.prompt_token_ids, limits.token_ids, "continuation.prompt_token_ids", least=1)
-    check_length(given.token_ids, limits.token_ids, "continuation.token_ids", least=1)
-    return Continuation(tuple(given.prompt_token_ids), tuple(given.token_ids))
+    prompt, count = tuple(given.prompt_token_ids), body.n or 1
+    if not given.choices:
+        if count > 1:
+            raise refuse("continuation", "needs the choices of a request with several")
+        check_length(given.token_ids, limits.token_ids, "continuation.token_ids", least=1)
+        return Continuation(prompt, tuple(given.token_ids))
+    if given.token_ids or len({one.index for one in given.choices if one.index < count}) != len(given.choices):
+        raise refuse("continuation", "needs different choices of this request")
+    for one in given.choices:
+        check_length(one.token_ids, limits.token_ids, "continuation.choices")
+    choices = tuple((one.index, tuple(one.token_ids)) for one in given.choices)
+    return Continuation(prompt, (), choices, given.ended_tokens)
 
 
 def own_fields(body: CommonFields) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from foreword.api.output import Piece
@@ -29,22 +29,29 @@ TOOL_FORMATS: Final = Plugins("foreword.tool_formats", "tool parser", ToolFormat
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """How a model writes tool calls (a name in `TOOL_FORMATS`) and reasoning; None where it has neither."""
+    """How a model writes tool calls (a name in `TOOL_FORMATS`) and reasoning; None where it has neither.
+
+    Attributes:
+        tool_format: the format of tool calls.
+        special_tokens: markers are special tokens, which must stay in the text.
+        divided: an answer has parts also where the client gives no tools, so that it is parsed.
+
+    Raises ConfigError for a name that is not known.
+    """
 
     tools: str | None = None
     reasoning: ReasoningFormat | None = None
+    tool_format: ToolFormat | None = field(init=False, repr=False, compare=False)
+    special_tokens: bool = field(init=False, repr=False, compare=False)
+    divided: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        return None if self.tools is None else TOOL_FORMATS[self.tools]
-
-    @property
-    def special_tokens(self) -> bool:
-        """Whether markers are special tokens, which must stay in the text."""
-        form = self.tool_format
-        return (form is not None and form.special_tokens) or (
-            self.reasoning is not None and REASONING_TAGS[self.reasoning].special_tokens
-        )
+    def __post_init__(self) -> None:
+        form = None if self.tools is None else TOOL_FORMATS[self.tools]
+        tags = None if self.reasoning is None else REASONING_TAGS[self.reasoning]
+        object.__setattr__(self, "tool_format", form)
+        special = [one.special_tokens for one in (form, tags) if one is not None]
+        object.__setattr__(self, "special_tokens", any(special))
+        object.__setattr__(self, "divided", tags is not None or (form is not None and form.whole_answer))
 
     def stops_behind(self, is_open: bool) -> ReasoningSpan | None:
         """The part of an answer in which stop strings do not count. `is_open`: the prompt ends inside of it."""
@@ -59,8 +66,6 @@ def formats_named(tools: str | None, reasoning: str | None) -> AnswerFormats:
     """The formats of these names. Raises ConfigError."""
     if reasoning is not None and reasoning not in REASONING_TAGS:
         raise ConfigError(f"unknown reasoning parser {reasoning!r}; known: {', '.join(REASONING_TAGS)}")
-    if tools is not None:
-        TOOL_FORMATS[tools]
     return AnswerFormats(tools, reasoning)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import Layout
-from foreword.config import StoreConfig, build
+from foreword.config_layers import build
 from foreword.errors import ConfigError, StoreError, did_you_mean
 from foreword.integrations.sglang.hicache_identity import page_layout, server_namespace
 from foreword.store.base import Name
@@ -41,6 +41,7 @@ from foreword.store.store_keys import keys_from_environment
 from foreword.store.tier_counters import PER_TIER
 from foreword.store.tiered import TieredStore, TierSearch
 from foreword.store.urls import check_stores, open_store
+from foreword.store_config import StoreConfig
 
 log = logging.getLogger("sglang.foreword")
 

@@ -37,6 +37,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
 from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
 from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook, quick
+from foreword.integrations.vllm.extra_parts import ChangeEvents
 from foreword.integrations.vllm.give_back import give_back
 from foreword.integrations.vllm.kv_probe import calling_multi_connector, calling_worker, open_when_warm
 from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
@@ -46,7 +47,6 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.tier_events import TierEvents
 from foreword.integrations.vllm.weight_changes import notice_changes
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.integrations.vllm.worker_side import ForewordConnectorWorker, told_by_stores, worker_of
@@ -231,7 +231,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return () if side is None or side.events is None else self._take_events(side.events)
 
     @hook(lambda *_: ())
-    def _take_events(self, events: TierEvents) -> Iterable[KVCacheEvent]:
+    def _take_events(self, events: ChangeEvents) -> Iterable[KVCacheEvent]:
         return events.take()
 
     @quick

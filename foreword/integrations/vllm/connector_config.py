@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foreword.blocks.keys import Scope
-from foreword.blocks.layout import HEAD_UNITS, UNIT_TOKENS, BlockUnits, Layout, portable_units, whole_blocks
+from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
 from foreword.blocks.resume import GroupKind, alignment
 from foreword.blocks.salt import Salt
-from foreword.config import EncryptionConfig, StoreConfig, build
+from foreword.config_layers import build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
+from foreword.integrations.vllm.extra_parts import PortableLayout, check_usage, portable_layout
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
 from foreword.integrations.vllm.namespace import (
     base_digest,
@@ -32,36 +32,16 @@ from foreword.offload.search import StoredGroup
 from foreword.store.store_keys import StoreKeys, check_apart, data_keys_of, keys_from_environment
 from foreword.store.types import Reach
 from foreword.store.urls import check_stores, loss_of, parse
-from foreword.transfer_config import TransferConfig
+from foreword.store_config import EncryptionConfig, StoreConfig
+
+if TYPE_CHECKING:
+    from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
 
+_UNITS = ("unit_tokens", "head_units")  # settings of the portable layout
+
 NULL_BLOCK = 0  # vLLM's block id in place of blocks behind a sliding window
-
-
-@dataclass(frozen=True, slots=True)
-class PortableSettings:
-    """The portable layout: how many tokens a unit has, and how many head units a model has at most. All instances that share
-    stores need the same."""
-
-    tokens: int = UNIT_TOKENS
-    heads: int = HEAD_UNITS
-
-    @classmethod
-    def take(cls, given: dict[str, Any]) -> PortableSettings | None:
-        """Take `layout`, `unit_tokens` and `head_units` out of settings. None for the native layout. Raises ConfigError."""
-        layout = given.pop("layout", "native")
-        if layout not in ("native", "portable"):
-            raise ConfigError(f'layout in kv_connector_extra_config is "native" or "portable", not {layout!r}')
-        units = {name: given.pop(name) for name in ("unit_tokens", "head_units") if name in given}
-        for name, count in units.items():
-            if layout == "native":
-                raise ConfigError(f'{name} in kv_connector_extra_config needs "layout": "portable"')
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigError(f"{name} in kv_connector_extra_config is a number from 1 on, not {count!r}")
-        if layout == "native":
-            return None
-        return cls(units.get("unit_tokens", UNIT_TOKENS), units.get("head_units", HEAD_UNITS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +54,7 @@ class ConnectorSettings:
         transfer: how KV is transferred to and from other instances; None: not at all.
         listens: whether other instances may read this one's memory tiers and leases.
         produces, consumes: whether requests may have `do_remote_decode`, and `do_remote_prefill`.
-        units: tokens and head units of the portable layout; None for the native layout.
+        units: the portable layout; None for the native layout.
         encryption: of the stores.
         usage_ledger: file to which a line is appended for each request that has ended; "" for none.
         trust_unmeasured: where this server's KV cannot be measured, share it with servers whose settings look the same.
@@ -86,7 +66,7 @@ class ConnectorSettings:
     listens: bool = False
     produces: bool = False
     consumes: bool = False
-    units: PortableSettings | None = None
+    units: PortableLayout | None = None
     weights_version: str = ""
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
     usage_ledger: str = ""
@@ -109,9 +89,10 @@ class ConnectorSettings:
         if not isinstance(trusts, bool):
             raise ConfigError(f"trust_unmeasured in kv_connector_extra_config is true or false, not {trusts!r}")
         listens = "transfer" in given
-        transfer = _transfer(given.pop("transfer")) if listens else None if role == "kv_both" else TransferConfig()
+        transfer = transfer_extra().config(given.pop("transfer", {})) if listens or role != "kv_both" else None
         encryption = _encryption(given.pop("encryption", {}))
-        units = PortableSettings.take(given)
+        counts: dict[str, object] = {name: given.pop(name) for name in _UNITS if name in given}
+        units = portable_layout(given.pop("layout", "native"), counts)
         if units is not None and transfer is not None:
             raise ConfigError("KV is transferred between instances in the native layout; leave out layout or transfer")
         known = (
@@ -126,12 +107,13 @@ class ConnectorSettings:
         )
         for key in given:
             if key not in known:
-                more = ("encryption", "layout", "unit_tokens", "head_units", "trust_unmeasured")
+                more = ("encryption", "layout", *_UNITS, "trust_unmeasured")
                 suggestion = did_you_mean(key, (*known, *names, *more))
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
         store = build(StoreConfig, "store", {"urls": list(urls), **given})
         if store.direct:
             direct_extra()
+        check_usage(names["usage_ledger"])
         check_apart(encryption, store.urls)
         reaches = {one.reach for one in check_stores(store.urls)}
         if transfer is not None or Reach.INSTANCE in reaches:
@@ -179,26 +161,6 @@ def _encryption(given: object) -> EncryptionConfig:
             '"master_key_file": "/run/secrets/masters"}; master_keys are for FOREWORD_ENCRYPTION_MASTER_KEYS'
         )
     return EncryptionConfig.from_environment(given)
-
-
-def _transfer(given: object) -> TransferConfig:
-    """`transfer` of the settings: the keys of `TransferConfig`, with `secret_env` in place of the secret, because vLLM logs
-    its configuration. Raises ConfigError."""
-    if not isinstance(given, dict):
-        raise ConfigError(
-            f'transfer in kv_connector_extra_config is an object: {{"bind": "0.0.0.0:9100"}}, not {given!r}'
-        )
-    values = dict(given)
-    if "secret" in values:
-        raise ConfigError("a secret in kv_connector_extra_config would appear in logs; name a variable with secret_env")
-    if "min_tokens" in values:
-        raise ConfigError("transfer.min_tokens is for Foreword's own server; under vLLM the router decides")
-    variable = values.pop("secret_env", None)
-    if variable is not None:
-        if not isinstance(variable, str) or variable not in os.environ:
-            raise ConfigError(f"transfer.secret_env: there is no environment variable {variable}")
-        values["secret"] = os.environ[variable]
-    return build(TransferConfig, "transfer", values).with_secret()
 
 
 def _digest(text: object) -> str:
@@ -308,11 +270,6 @@ class KVCacheInfo:
         return private(self.base, self.settings, f"{engine} {engine_of(self.config)}")
 
     @property
-    def portable(self) -> bool:
-        """Whether blocks are stored in the portable layout."""
-        return self._units is not None
-
-    @property
     def divisible(self) -> bool:
         """Whether a part of a load is of use: vLLM takes failed blocks, not only failed requests, if there is one group."""
         return self.whole and len(self.groups) == 1
@@ -367,14 +324,8 @@ class KVCacheInfo:
         if self._units is None:
             return tuple(map(whole_blocks, self.layouts(rank)))
         return tuple(
-            portable_units(
-                layout,
-                unit_tokens=self._units.tokens,
-                head_units=self._units.heads,
-                replicas=one.replicas(self.config),
-            )
+            self._units.divided(self.config, one, layout)
             for one, layout in zip(self.groups, self.layouts(rank), strict=True)
-            if one.check_portable()
         )
 
     def stored_groups(self) -> tuple[StoredGroup, ...]:

@@ -10,10 +10,11 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from foreword.blocks.public import PublicBlocks
 from foreword.blocks.retention import RetentionAnswer
+from foreword.plugins import of_product
 from foreword.store.tiered import TieredStore
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 PARAMS_KEY: Final = "foreword_cache"
 SESSION_KEY: Final = "foreword_session"
 _MISSING: Final = "cache control and sessions need the package foreword-vllm-extras beside foreword-vllm"
-_EXTRA: Final = "foreword.integrations.vllm_extras.control"
+_EXTRA: Final = "foreword.integrations.vllm_extras.control:CONTROL"
 
 
 class EngineControl:
@@ -37,10 +38,12 @@ class EngineControl:
 
     Attributes:
         pool: vLLM's block pool, None until vLLM has given it.
+        public: blocks that all tenants share. Without the extra none are known, and a marked text is its tenant's.
     """
 
     def __init__(self) -> None:
         self.pool: Any = None
+        self.public = PublicBlocks()
 
     @property
     def retires(self) -> bool:
@@ -80,20 +83,9 @@ class ControlExtra(ABC):
         deleted."""
 
 
-def _extra() -> ControlExtra | None:
-    """The extra; None where it is not installed."""
-    try:
-        found: ControlExtra = import_module(_EXTRA).CONTROL
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("foreword"):
-            raise
-        return None
-    return found
-
-
 def engine_control(info: KVCacheInfo, store: TieredStore) -> EngineControl:
     """Cache control over these stores; one that refuses where the extra is not installed."""
-    extra = _extra()
+    extra: ControlExtra | None = of_product(_EXTRA)
     if extra is None:
         logger.info("Foreword: %s", _MISSING)
         return EngineControl()
@@ -102,6 +94,6 @@ def engine_control(info: KVCacheInfo, store: TieredStore) -> EngineControl:
 
 def retire(offload: OffloadManager, info: KVCacheInfo, retired: Sequence[RetiredBlocks]) -> None:
     """Give a worker what `EngineControl.take_retired` of the scheduler has returned."""
-    extra = _extra() if retired else None
+    extra: ControlExtra | None = of_product(_EXTRA) if retired else None
     if extra is not None:
         extra.retire(offload, info, retired)

@@ -21,8 +21,6 @@ from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.errors import ModelUnsupported
 from foreword.offload.search import StoredGroup
 
-_PORTABLE = ("float32", "bfloat16", "float16")
-
 
 @dataclass(frozen=True, slots=True)
 class ConnectorGroup:
@@ -73,30 +71,6 @@ class ConnectorGroup:
         attention = {spec.head_size: spec for spec in self.specs if isinstance(spec, AttentionSpec)}
         states = {f"{spec.mamba_type}{spec.shapes}{spec.dtypes}" for spec in self.specs if isinstance(spec, MambaSpec)}
         return [of_layer(attention[size]) for size in sorted(attention)] + sorted(states)
-
-    def check_portable(self) -> bool:
-        """Raises ModelUnsupported for a group that the portable layout cannot describe."""
-        if not self.layers or self.dtype not in _PORTABLE or self.uneven:
-            raise ModelUnsupported(
-                f"the portable layout is for keys and values in {', '.join(_PORTABLE)}; {self.layer_names[0]} has others"
-            )
-        return True
-
-    def replicas(self, config: Any) -> int:
-        """How many ranks of tensor parallelism have the same KV heads. Raises ModelUnsupported where that is not certain."""
-        ranks = int(config.parallel_config.tensor_parallel_size)
-        shards = {min(getattr(spec, "max_tp_shards", None) or ranks, ranks) for spec in self.specs}
-        heads = int(config.model_config.get_total_num_kv_heads())
-        latent = all(layer.value_dim == 0 for layer in self.layers)
-        if not latent and ranks > 1:
-            if any(layer.kv_heads != max(1, heads // ranks) for layer in self.layers):
-                raise ModelUnsupported(
-                    "the portable layout needs layers with equal numbers of KV heads for several ranks"
-                )
-            shards = {min(heads, ranks)}
-        if len(shards) != 1 or ranks % min(shards):
-            raise ModelUnsupported(f"it is unclear how {ranks} ranks share the KV heads of {self.layer_names[0]}")
-        return ranks // min(shards)
 
     def describe(self, groups: int) -> str:
         """Which of the model's groups this is: keeps the blocks of groups apart. "" for the only one."""

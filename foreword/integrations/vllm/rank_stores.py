@@ -13,12 +13,12 @@ from foreword.integrations.vllm.transfer_extra import opened_by, transfer_extra
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
 from foreword.store.base import Name, Store
+from foreword.store.local_records import ReadOnlyStore
 from foreword.store.store_keys import StoreKeys
 from foreword.store.tier_counters import Rate
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import open_store
-from foreword.store.wrappers import ReadOnlyStore
 
 
 class StoreLookup:

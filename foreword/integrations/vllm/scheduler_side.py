@@ -8,7 +8,6 @@ import time
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -16,11 +15,11 @@ from vllm.v1.request import RequestStatus
 from foreword.blocks.checkpoints import ReplacedCheckpoints
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.resume import GroupKind
-from foreword.blocks.salt import tenant_digest
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, FoundCounts, FoundEnd, StatsReader
 from foreword.integrations.vllm.control_extra import engine_control
 from foreword.integrations.vllm.due_requests import DueRequests
+from foreword.integrations.vllm.extra_parts import tier_events, usage_notes
 from foreword.integrations.vllm.rank_stores import StoreLookup
 from foreword.integrations.vllm.request_identity import RequestIdentity, framed, request_identities, salt_of
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
@@ -31,7 +30,6 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.tier_events import TierEvents
 from foreword.integrations.vllm.transfer_extra import Handoffs, transfer_extra
 from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
 from foreword.integrations.vllm.worker_side import (
@@ -40,15 +38,12 @@ from foreword.integrations.vllm.worker_side import (
     ForewordConnectorWorker,
     worker_of,
 )
-from foreword.ledger import UsageLedger
 from foreword.newest import Newest
 from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.search import Found
-from foreword.prefixes.kept_records import PublicRecords
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.types import Reach
 from foreword.store.urls import parse
-from foreword.usage import TokenUsage
 
 logger = logging.getLogger(__name__)
 # What a load takes however small it is, before one was measured: it needs one more step of vLLM's engine at least.
@@ -56,8 +51,6 @@ _FIRST_FIXED_SECONDS = 0.005
 # How long vLLM is kept stepping after a save, for KV events, where the write queue is in another process.
 _EVENT_SECONDS = 1.0
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-# Of the ways to end, the HTTP status of those that give no whole answer.
-_STATUS = {"FINISHED_ABORTED": 499, "FINISHED_IGNORED": 400, "FINISHED_ERROR": 500}
 _MAX_PROVEN = 1 << 16
 # vLLM's names for where loaded tokens were; "p2p" for the others.
 _SOURCES = {Reach.PROCESS: "host", Reach.HOST: "disk"}
@@ -123,12 +116,10 @@ class ForewordConnectorScheduler:
         self._producers_tier = len(reaches)  # after the stores
         self._handoff = Handoffs() if settings.transfer is None else transfer_extra().handoffs(info, settings)
         self.control = engine_control(info, stores.store)
-        self._public = PublicRecords(stores.store, info.model.hex())
-        self._ledger = UsageLedger(Path(settings.usage_ledger)) if settings.usage_ledger else None
-        self._prefills: dict[str, Any] = {}  # vLLM's counts of requests that will have a line
+        self._usage = usage_notes(settings.usage_ledger, info.config)
         tiers = [(reach, label) for label, reach in self._reaches.items()]
         sizes = [one.block_size for one in info.groups]
-        self.events = TierEvents(tiers, [len(one.layouts) for one in self._groups], sizes) if info.events else None
+        self.events = tier_events(tiers, [len(one.layouts) for one in self._groups], sizes) if info.events else None
 
     # Lookup
 
@@ -136,8 +127,8 @@ class ForewordConnectorScheduler:
         """How many tokens after the computed ones to load, and whether asynchronously. None: ask again later."""
         if request.lora_request is not None:
             self._adapted.add(request.request_id)
-        if self._ledger is not None and request.prefill_stats is not None:
-            self._prefills[request.request_id] = request.prefill_stats
+        if self._usage is not None:
+            self._usage.began(request)
         state = self._state_of(request)
         limit = self._info.limit(request.num_tokens) // self._info.step * self._info.step
         allowed = state is not None and self._info.loads and not getattr(request, "skip_reading_prefix_cache", False)
@@ -229,7 +220,7 @@ class ForewordConnectorScheduler:
 
     def _chain(self, request: Any, identity: RequestIdentity, tokens: Sequence[int]) -> TokenChain:
         scope = self._info.scope(self._info.current(salt_of(request)))
-        return self._public.blocks.chain(scope.root(), scope, tokens, identity.extras(self._version.salt))
+        return self.control.public.chain(scope.root(), scope, tokens, identity.extras(self._version.salt))
 
     def _follow_session(self, state: RequestState, tokens: Sequence[int]) -> None:
         """A session's next input replaces the last sampled token, which was never computed."""
@@ -564,7 +555,8 @@ class ForewordConnectorScheduler:
         self._refused.discard(request.request_id)
         if state is not None and request.request_id in self._loading:
             state.tiers = {}  # vLLM cancels the load
-        self._note_usage(request, state)
+        if self._usage is not None:
+            self._usage.ended(request, {} if state is None else state.tiers, self._fingerprint)
         if state is not None:
             self._not_loaded(state, FoundEnd.ENDED)
         last = self._end_of_turn(state, ids) if state is not None else []
@@ -612,26 +604,6 @@ class ForewordConnectorScheduler:
     def loading(self) -> list[str]:
         """Requests whose loads have begun, and whose end vLLM has not reported."""
         return list(self._loading)
-
-    def _note_usage(self, request: Any, state: RequestState | None) -> None:
-        """Write a line for a request that has ended. Of a prompt without an answer, what was computed counts."""
-        prefill = self._prefills.pop(request.request_id, None)
-        if self._ledger is None:
-            return
-        salt, output = salt_of(request), request.num_output_tokens
-        prompt = request.num_prompt_tokens if output else min(request.num_computed_tokens, request.num_prompt_tokens)
-        names = self._info.config.model_config.served_model_name
-        usage = TokenUsage(
-            prompt=prompt,
-            output=output,
-            cached=0 if prefill is None else min(prefill.num_cached_tokens, prompt),
-            read={} if state is None else dict(state.tiers),
-            model=names if isinstance(names, str) else names[0],
-            weights=self._fingerprint,
-        )
-        tenant = tenant_digest(salt.tenant) if salt.tenant else salt.digest.hex() if salt else ""
-        status, seconds = _STATUS.get(request.status.name, 200), time.time() - request.arrival_time
-        self._ledger.note(request.request_id, tenant, "vllm", status, seconds, usage)
 
     def _end_of_turn(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
         """The windows with which the next turn continues. (Recurrent states were saved when they were computed.)"""
@@ -773,9 +745,8 @@ class ForewordConnectorScheduler:
             state.chain = self._chain(state.request, state.identity, state.chain.tokens)
 
     def close(self) -> None:
-        if self._ledger is not None:
-            self._ledger.close()
+        if self._usage is not None:
+            self._usage.close()
         self.control.close()
-        self._public.close()
         if self._lookup is not None:
             self._lookup.close()

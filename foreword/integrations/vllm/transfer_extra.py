@@ -10,15 +10,13 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.layout import Layout
-from foreword.config import EncryptionConfig
-from foreword.errors import ConfigError
+from foreword.integrations.vllm.extra_parts import part
 from foreword.integrations.vllm.step_messages import (
     BlockLease,
     ForewordConnectorMetadata,
@@ -27,15 +25,16 @@ from foreword.integrations.vllm.step_messages import (
 )
 from foreword.store.base import Name, Store
 from foreword.store.types import Opener, StoreUrl
-from foreword.transfer_config import TransferConfig
+from foreword.store_config import EncryptionConfig
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
     from foreword.integrations.vllm.request_state import BlockIds, RequestState
+    from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
 
-_EXTRA = "foreword.integrations.vllm_extras.transfer"
+_WHAT = "transfer between instances, peer:// stores, and memory:// with several ranks need"
 
 
 class Handoffs:
@@ -169,6 +168,11 @@ class TransferExtra(ABC):
     """Calls of the connector to the extra. It has no state."""
 
     @abstractmethod
+    def config(self, given: object) -> TransferConfig:
+        """`transfer` of the settings: the keys of `TransferConfig`, with `secret_env` in place of the secret, because vLLM logs
+        its configuration. Raises ConfigError."""
+
+    @abstractmethod
     def check(
         self, urls: Sequence[str], transfer: TransferConfig | None, encryption: EncryptionConfig, *, listens: bool
     ) -> None:
@@ -216,15 +220,7 @@ class TransferExtra(ABC):
 
 def transfer_extra() -> TransferExtra:
     """The extra. Raises ConfigError where it is not installed."""
-    try:
-        extra: TransferExtra = import_module(_EXTRA).TRANSFER
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("foreword"):
-            raise
-        raise ConfigError(
-            "transfer between instances, peer:// stores, and memory:// with several ranks need the package "
-            "foreword-vllm-extras beside foreword-vllm"
-        ) from None
+    extra: TransferExtra = part("transfer:TRANSFER", _WHAT)
     return extra
 
 

@@ -24,6 +24,7 @@ from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
 from foreword.integrations.vllm.control_extra import retire
+from foreword.integrations.vllm.extra_parts import ChangeWatch, tier_watch
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.late_saves import LateSaves
@@ -37,7 +38,6 @@ from foreword.integrations.vllm.namespace import (
     layout_words,
     note_unmeasured,
 )
-from foreword.integrations.vllm.packing import unit_group
 from foreword.integrations.vllm.rank_stores import open_tiers
 from foreword.integrations.vllm.step_messages import (
     BlockLoad,
@@ -46,7 +46,6 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.tier_events import TierWatch
 from foreword.integrations.vllm.transfer_extra import (
     Endpoint,
     InstanceEndpoint,
@@ -123,7 +122,7 @@ class ForewordConnectorWorker:
         self._adapters = loaded_adapters() if info.config.lora_config is not None else LoadedAdapters()
         self._load_seconds: list[float] = []
         self._stats: StatsReader | None = None
-        self._changes: TierWatch | None = None
+        self._changes: ChangeWatch | None = None
         self._addresses: Callable[[], list[int]] = list
         self._registered: list[int] = []
         self._model: Any = None
@@ -156,8 +155,9 @@ class ForewordConnectorWorker:
         # Half of them are for saves: room for two blocks, as a block is queued whole.
         slots = max(min(config.staging_bytes(_device_of(kv_caches)) // frame, frames), _MIN_SLOTS, 4 * most)
         staged: Sequence[Sequence[torch.Tensor] | PlaneGroup] = tensors
-        if info.portable:
-            staged = [unit_group(kv_caches, info.config, *one) for one in zip(info.groups, units, strict=True)]
+        if self._settings.units is not None:
+            pairs = zip(info.groups, units, strict=True)
+            staged = [self._settings.units.staged(kv_caches, info.config, *pair) for pair in pairs]
         self._staging = staging = StagingArena(staged, slots)
         for size, divided, one in zip(staging.block_bytes, units, info.groups, strict=True):
             expected = divided.layouts[0].block_bytes
@@ -269,7 +269,7 @@ class ForewordConnectorWorker:
         store = open_tiers(config.urls, self._settings.keys(), frames_of, openers, staging.device.type)
         store.warm_up(one.layouts[0].fingerprint for one in units[:1])
         if info.events:
-            self._changes = TierWatch(store, units)
+            self._changes = tier_watch(store, units)
         self.offload = OffloadManager(
             store,
             staging,

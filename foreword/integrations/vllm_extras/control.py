@@ -15,12 +15,13 @@ from foreword.integrations.vllm.step_messages import RetiredBlocks
 from foreword.integrations.vllm_extras.agent_sessions import ConnectorSessions
 from foreword.integrations.vllm_extras.retentions import ConnectorRetentions, actions_of
 from foreword.offload.manager import OffloadManager
+from foreword.prefixes.kept_records import PublicRecords
 from foreword.prefixes.stored import PrefixPins
 from foreword.store.tiered import TieredStore
 
 
 class ConnectorControl(EngineControl):
-    """Retentions and sessions of a vLLM engine."""
+    """Retentions, sessions and public blocks of a vLLM engine."""
 
     def __init__(self, info: KVCacheInfo, store: TieredStore) -> None:
         per_key = sum(one.block_bytes * info.key_size // one.block_size for one in info.groups) * info.ranks
@@ -30,6 +31,8 @@ class ConnectorControl(EngineControl):
         )
         self._sessions = ConnectorSessions(info, self._retentions.book)
         super().__init__()
+        self._records = PublicRecords(store, info.model.hex())
+        self.public = self._records.blocks
 
     @property
     def retires(self) -> bool:
@@ -59,6 +62,7 @@ class ConnectorControl(EngineControl):
 
     def close(self) -> None:
         self._retentions.close()
+        self._records.close()
 
 
 class InstalledControl(ControlExtra):

@@ -17,8 +17,8 @@ from foreword.integrations.vllm.step_messages import KVProducer
 from foreword.newest import Newest
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
+from foreword.store.local_records import ReadOnlyStore
 from foreword.store.tier import StoreTier
-from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination

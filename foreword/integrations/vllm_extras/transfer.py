@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 
 from foreword.blocks.layout import Layout
-from foreword.config import EncryptionConfig
+from foreword.config_layers import build
+from foreword.errors import ConfigError
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.transfer_extra import Endpoint, Handoffs, InstanceEndpoint, TransferExtra
 from foreword.integrations.vllm_extras.endpoints import InstanceConnections, LookupEndpoint, rank_config
@@ -16,6 +18,7 @@ from foreword.integrations.vllm_extras.handoff import HandoffScheduler
 from foreword.integrations.vllm_extras.peer_ranks import lookup_peer_opener, rank_peer_opener, worker_memory
 from foreword.store.base import Store
 from foreword.store.types import Opener
+from foreword.store_config import EncryptionConfig
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import check_encrypted
 from foreword.transfer_config import TransferConfig
@@ -23,6 +26,25 @@ from foreword.transfer_config import TransferConfig
 
 class VllmTransfer(TransferExtra):
     """Transfers of KV under vLLM."""
+
+    def config(self, given: object) -> TransferConfig:
+        if not isinstance(given, dict):
+            raise ConfigError(
+                f'transfer in kv_connector_extra_config is an object: {{"bind": "0.0.0.0:9100"}}, not {given!r}'
+            )
+        values = dict(given)
+        if "secret" in values:
+            raise ConfigError(
+                "a secret in kv_connector_extra_config would appear in logs; name a variable with secret_env"
+            )
+        if "min_tokens" in values:
+            raise ConfigError("transfer.min_tokens is for Foreword's own server; under vLLM the router decides")
+        variable = values.pop("secret_env", None)
+        if variable is not None:
+            if not isinstance(variable, str) or variable not in os.environ:
+                raise ConfigError(f"transfer.secret_env: there is no environment variable {variable}")
+            values["secret"] = os.environ[variable]
+        return build(TransferConfig, "transfer", values).with_secret()
 
     def check(
         self, urls: Sequence[str], transfer: TransferConfig | None, encryption: EncryptionConfig, *, listens: bool

@@ -26,10 +26,11 @@ from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt, as_header
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import RoutedRequest
-from foreword.router.replica_body import TRANSLATED, arranged, chat_request, replica_body
+from foreword.router.replica_body import TRANSLATED, arranged, replica_body
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
 from foreword.router.suspicious import SuspiciousRequest
+from foreword.router_extras.translation import chat_request
 
 _FRESH_SECONDS: Final = 5.0
 _RESOLVE_SECONDS: Final = 2.0

@@ -40,8 +40,8 @@ from foreword.store.base import (
     time_left,
 )
 from foreword.store.chain_lru import ChainLru
-from foreword.store.frame import HEADER_BYTES, Frame, Header
-from foreword.store.wrappers import LocalRecords
+from foreword.store.frame import HEADER_BYTES, Frame, Header, place_in_chain
+from foreword.store.local_records import LocalRecords
 
 _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
 _RUN_BYTES = 8 << 20
@@ -143,6 +143,11 @@ class SlotTable:
         self._hits[slot] = 0
         self._stored_at[slot] = self._used_at[slot] = time.time()
         self.bytes += length
+
+    def move(self, slot: int, frame: memoryview) -> None:
+        """Put a block that is being written behind its parent, which its frame names."""
+        if slot not in self._deleted:
+            self.chains.move(slot, *place_in_chain(frame))
 
     # The race of a write is with `remove`: the block is out of the index then, another may have its name, and the slot waits in
     # `_deleted` for its only user, the writer. Whatever ends the write frees the slot, once.
@@ -429,7 +434,7 @@ class MemoryStore(LocalRecords):
                     if length > 0:
                         slots.release(slot)
 
-    def reserve(self, headers: Sequence[Header], *, deadline: float) -> ReservedSlots:
+    def reserve(self, headers: Sequence[Header], *, unread: bool = False, deadline: float) -> ReservedSlots:
         """As in the contract. A block that another thread is writing at this moment has no slot and is not counted."""
         lengths = [HEADER_BYTES + header.length for header in headers]
         with self._lock:
@@ -443,6 +448,7 @@ class MemoryStore(LocalRecords):
             list(found.values()),
             present,
             full,
+            unread,
         )
         if found:
             # Without the lock: this thread may hold it when the garbage collector runs.
@@ -465,11 +471,14 @@ class MemoryStore(LocalRecords):
         if ended is None:
             return 0
         ((slots, taken),) = ended[2]
-        if chosen is None:
+        if chosen is None and not reserved.unread:
             return sum([slots.publish(slot) for slot in taken])
-        published, wanted = 0, frozenset(chosen)
+        published, wanted = 0, frozenset(range(len(taken)) if chosen is None else chosen)
+        frames = reserved.frames() if reserved.unread and wanted else ()
         for index, slot in enumerate(taken):
             if index in wanted:
+                if reserved.unread:
+                    slots.move(slot, frames[index])
                 published += slots.publish(slot)
             else:
                 slots.abort_write(slot)
