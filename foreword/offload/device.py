@@ -178,42 +178,6 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
-class Pieces(Protocol):
-    """Pieces of a device's memory, through which frames are copied in place of a mirror (ring.py).
-
-    Attributes:
-        closed: they are no more.
-        piece_bytes: of a piece for loads.
-    """
-
-    closed: bool
-    piece_bytes: int
-
-    @property
-    def free(self) -> bool:
-        """Whether a piece is free now."""
-        ...
-
-    def wait_for(self, deadline: float) -> Any:
-        """A piece for a load, or None if none is free until the deadline, or they are no more."""
-        ...
-
-    def give(self, piece: Any) -> None:
-        """Return a piece. No copy uses it any more."""
-        ...
-
-    def save_frames(self, arena: Tensor, group: int, units: Units, slots: Sequence[int]) -> Event | None:
-        """Queue the copy of units into slots of host memory, bytes `[slots, stride]`. Returns its end; None: they are no more,
-        and nothing is queued."""
-        ...
-
-    def load_frames(
-        self, arena: Tensor, parts: Sequence[tuple[int, Units]], slots: Sequence[int], piece: Any, mark: Event | None
-    ) -> Event:
-        """Queue the copy of slots into the units of groups, one group after the other, through a piece. Returns its end."""
-        ...
-
-
 @dataclass(slots=True)
 class _Copy:
     """A copy into some slots, and whether it is known to be done."""
@@ -228,15 +192,11 @@ class DeviceCopies:
     Args:
         arena: bytes `[slots, stride]`.
         groups: the planes of each group.
-
-    Attributes:
-        pieces: copies go through them, and there is no mirror; None, or closed ones: through the mirror.
     """
 
     def __init__(
         self, arena: Tensor, groups: Sequence[Sequence[Plane]], device: torch.device, queues: Queues | None = None
     ) -> None:
-        self.pieces: Pieces | None = None
         self._arena = arena
         self._device = device
         self._mirror: Tensor | None = None
@@ -264,19 +224,18 @@ class DeviceCopies:
         Args:
             units: int64 `[units, 3]`, the coordinates of each.
         """
-        pieces = self.pieces
-        copied = None if pieces is None else pieces.save_frames(self._arena, group, units, slots)
-        copy = _Copy(self._save(group, units, slots) if copied is None else copied)
-        for slot in slots:
-            self._saves[slot] = copy
-
-    def _save(self, group: int, units: Units, slots: Sequence[int]) -> Event:
         queues, mirror = self._queues, self.mirror()
         # If a slot was given back before its last copy was done, that copy may be of both: it is followed by this one.
         queues.submit(Stream.COMPUTE, lambda: self._launch(group, units, slots, gather=True))
         queues.wait(Stream.SAVE, queues.record(Stream.COMPUTE))
         queues.submit(Stream.SAVE, lambda: self._move(self._arena, mirror, slots))
-        return queues.record(Stream.SAVE)
+        self.note_saved(slots, queues.record(Stream.SAVE))
+
+    def note_saved(self, slots: Sequence[int], end: Event) -> None:
+        """The copies into slots are done at an event."""
+        copy = _Copy(end)
+        for slot in slots:
+            self._saves[slot] = copy
 
     def wait(self, slot: int) -> None:
         """Wait until what was saved into a slot is there."""
@@ -290,8 +249,7 @@ class DeviceCopies:
         return self._queues.record(Stream.COMPUTE)
 
     def load(self, group: int, slots: Sequence[int], units: Units, mark: Event | None) -> None:
-        """Queue the copy of slots into units, through the mirror, behind what this thread has queued before, and behind `mark`
-        if there is one. The slots must not change, nor the units be used, until `loaded` was waited for."""
+        """Queue the copy of slots into units, behind what this thread has queued before, and behind `mark` if there is one. The slots must not change, nor the units be used, until `loaded` was waited for."""
         for slot in slots:
             self.wait(slot)
         queues, mirror = self._queues, self.mirror()
@@ -299,14 +257,6 @@ class DeviceCopies:
         if mark is not None:
             queues.wait(Stream.LOAD, mark)
         queues.submit(Stream.LOAD, lambda: self._launch(group, units, slots, gather=False))
-
-    def load_through(
-        self, pieces: Pieces, piece: Any, parts: Sequence[tuple[int, Units]], slots: Sequence[int], mark: Event | None
-    ) -> Event:
-        """The same through a piece, for units of groups, one group after the other. Returns the end of the copy."""
-        for slot in slots:
-            self.wait(slot)
-        return pieces.load_frames(self._arena, parts, slots, piece, mark)
 
     def loaded(self) -> Event:
         """The end of the loads that this thread has queued so far."""

@@ -44,13 +44,14 @@ from foreword.offload.ring import (
     TierMemory,
     copies_of,
 )
+from foreword.offload.ring_copies import RingCopies
 from foreword.offload.writer import WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
 from foreword.store.tiered import TieredStore, Tiers
 
 if TYPE_CHECKING:
-    from foreword.offload.device import Event
+    from foreword.offload.device import DeviceCopies, Event
     from foreword.offload.load import StoreLoad
     from foreword.offload.staging import StagingArena
     from foreword.store.base import Loan, Name, ReservedSlots
@@ -523,9 +524,15 @@ def _open(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> Dir
     if ring is None or memory is None:
         log.warning("store.direct has no effect: %s; blocks go through the staging arena", reason)
         return None
-    staging.use(ring)
+    staging.use(partial(_through, ring, staging))
     pinning = CudaPinning(staging.device) if is_cuda(staging.device) else None
     return DirectTier(store, memory, ring, lambda group, units: staging.places(group, units), writer, pinning)
+
+
+def _through(ring: DeviceRing, staging: StagingArena, arena: torch.Tensor) -> DeviceCopies:
+    """The copies of the staging arena, which need no memory of the device besides the ring."""
+    assert staging.queues is not None
+    return RingCopies(arena, staging.planes(), ring, staging.queues)
 
 
 def is_cuda(device: torch.device) -> bool:

@@ -49,7 +49,7 @@ from foreword.store.tier_counters import Rate
 from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
 
 if TYPE_CHECKING:
-    from foreword.offload.device import Event, Pieces
+    from foreword.offload.device import Event
     from foreword.offload.staging import StagingArena
 
 Done = TypeVar("Done")
@@ -72,7 +72,6 @@ class _GroupCopy:
     slots: list[int]
     found: list[FetchedBlock]
     direct: DirectLoad | None = None  # in place of slots
-    through: tuple[Pieces, Any] | None = None  # a piece of the device's memory, which the copy has until it is `copied`
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +246,6 @@ class OffloadManager:
             known = done > 0 or self._is_rate_known(store_load)
             size = self._group_bytes if known else _PROBE_BYTES
             count = min(max(size // frame_bytes, 1), requested - done, self._staging.slots // 4 or 1)
-            count = min(count, self._staging.most_together)
             patience = max(PATIENCE * compute, MIN_PATIENCE)
             deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
             if directly := self._load_direct(store_load, done, deadline, queued, known=known):
@@ -331,8 +329,6 @@ class OffloadManager:
                 store_load.deadline += waited
                 store_load.mark = None
                 store_load.held_up = False
-            if oldest.through is not None:
-                oldest.through[0].give(oldest.through[1])
             if oldest.direct is not None:
                 oldest.direct.end(store_load, copied=loaded, timed=not held_up)
             else:
@@ -401,61 +397,32 @@ class OffloadManager:
             found, kept = self._reader.read(names, slots, deadline=deadline, blocking=blocking)
             usable = [one for one in itertools.takewhile(bool, found) if one is not None]
             count = self._count_usable((one.frame for one in usable), groups)
-            through = self._take_piece(store_load, deadline, queued) if count else None
-            if not count or (through is None and self._staging.pieces is not None):
+            while any(one.direct is not None for one in queued):
+                self._await_copy(store_load, queued)  # a thread that waits for a piece of the device's memory has none
+            if not count or not store_load.begin_copy():
                 return 0
-            try:
-                if not store_load.begin_copy():
-                    return 0
-                copy = self._copy(store_load, done, slots[:count], groups, through=through)
-                queued.append(_GroupCopy(copy, slots[:count], usable[:count], through=through))
-                copied = count
-            finally:
-                if through is not None and not copied:
-                    through[0].give(through[1])
+            copy = self._copy(store_load, done, slots[:count], groups)
+            queued.append(_GroupCopy(copy, slots[:count], usable[:count]))
+            copied = count
             if copy is None:
                 self._await_copy(store_load, queued)
             return count
         finally:
             self._loading_slots.give(slot for slot in slots[copied:] if slot not in kept)
 
-    def _take_piece(
-        self, store_load: StoreLoad, deadline: float, queued: deque[_GroupCopy]
-    ) -> tuple[Pieces, Any] | None:
-        """A piece of the device's memory, where copies go through them; None if there is none until the deadline."""
-        pieces, direct = self._staging.pieces, self._direct
-        if pieces is None or direct is None:
-            return None
-        while queued and (len(queued) >= direct.loads_at_once or not pieces.free):
-            self._await_copy(store_load, queued)
-        piece = pieces.wait_for(deadline)
-        return None if piece is None else (pieces, piece)
-
     def _copy(
-        self,
-        store_load: StoreLoad,
-        done: int,
-        slots: Sequence[int],
-        groups: Sequence[int],
-        lent: Loan | None = None,
-        through: tuple[Pieces, Any] | None = None,
+        self, store_load: StoreLoad, done: int, slots: Sequence[int], groups: Sequence[int], lent: Loan | None = None
     ) -> Event | None:
         """Copy the payloads of `slots`, by default of the staging arena, into the device blocks from number `done` on, or queue
         that. Returns the end of the copy; None if it is complete."""
-        low, parts = 0, list[tuple[int, int, int]]()
-        for group, members in itertools.groupby(groups[: len(slots)]):
-            high = low + len(list(members))
-            parts.append((group, low, high))
-            low = high
+        low = 0
         mark = None if done else store_load.mark
         try:
-            if through is not None:
-                blocks = [(group, store_load.blocks[done + low : done + high]) for group, low, high in parts]
-                return self._staging.load_through(*through, slots, blocks, mark)
-            for group, low, high in parts:
-                some = store_load.blocks[done + low : done + high]
-                self._staging.start_scatter(slots[low:high], some, group, mark=mark, lent=lent)
-                mark = None
+            for group, members in itertools.groupby(groups[: len(slots)]):
+                high = low + len(list(members))
+                blocks = store_load.blocks[done + low : done + high]
+                self._staging.start_scatter(slots[low:high], blocks, group, mark=mark, lent=lent)
+                low, mark = high, None
         except BaseException:
             try:
                 if (begun := self._staging.scattered()) is not None:

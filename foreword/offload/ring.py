@@ -504,18 +504,6 @@ class DeviceRing:
             self._saving, self._free = [], []
             self._changed.notify_all()
 
-    # Blocks that the host seals and checks, in the staging arena
-
-    def save_frames(self, arena: Tensor, group: int, units: Units, slots: Sequence[int]) -> Event | None:
-        return self.save(group, units, (), TierMemory(arena.view(-1), arena.stride(0)), slots)
-
-    def load_frames(
-        self, arena: Tensor, parts: Sequence[tuple[int, Units]], slots: Sequence[int], piece: Piece, mark: Event | None
-    ) -> Event:
-        named = [(group, units, ()) for group, units in parts]
-        memory = TierMemory(arena.view(-1), arena.stride(0))
-        return self.load(self.plan_load(named, memory, slots, checked=True), 0, piece, mark).copied
-
     # For a test at the start: all of it is done on return.
 
     def reseal(self, size: int, headers: Sequence[Header], memory: TierMemory, slots: Sequence[int]) -> None:

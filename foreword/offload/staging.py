@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
 from foreword.offload import huge_pages
-from foreword.offload.device import DeviceCopies, Event, Pieces, Plane, Queues
+from foreword.offload.device import DeviceCopies, Event, Plane, Queues
 from foreword.offload.portable_copies import PlaneGroup, UnitPlane, copy_compiled
 from foreword.store.background import PagePopulator
 from foreword.store.base import Loan
@@ -111,46 +110,13 @@ class StagingArena:
         """The planes of each group, for other copies."""
         return [group.planes() for group in self._groups]
 
-    def use(self, pieces: Pieces) -> None:
-        """Copy through pieces of the device's memory from now on, as long as they are there: they take the place of a mirror of
-        this arena."""
-        assert self._on_device is not None
-        self._on_device.pieces = pieces
+    def use(self, make: Callable[[Tensor], DeviceCopies]) -> None:
+        """Copy otherwise from now on: as what is made for the arena, bytes `[slots, stride]`, does."""
+        self._on_device = make(self._arena)
 
-    @property
-    def pieces(self) -> Pieces | None:
-        """Pieces of which `load_through` needs one."""
-        found = None if self._on_device is None else self._on_device.pieces
-        return None if found is None or found.closed else found
-
-    def allocate(self) -> None:
-        """Take the device's memory that copies need, now and not with the first."""
-        if self._on_device is not None and self.pieces is None:
-            self._on_device.mirror()
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the device's memory that the mirror takes."""
-        return 0 if self._on_device is None else self._on_device.device_bytes
-
-    @property
-    def most_together(self) -> int:
-        """How many slots one copy into the device may have."""
-        return sys.maxsize if self.pieces is None else max(self.pieces.piece_bytes // self._stride, 1)
-
-    def load_through(
-        self,
-        pieces: Pieces,
-        piece: Any,
-        slots: Sequence[int],
-        parts: Sequence[tuple[int, Sequence[int]]],
-        mark: Event | None,
-    ) -> Event:
-        """Queue the copy of slots into device blocks, the group and the blocks of each part, through a piece, which is the
-        copy's until its end. Returns the end."""
-        assert self._on_device is not None
-        units = [(group, self.places(group, blocks)) for group, blocks in parts]
-        return self._on_device.load_through(pieces, piece, units, slots, mark)
+    def allocate(self) -> int:
+        """Take the device's memory for copies now, and not with the first. Returns its bytes."""
+        return 0 if self._on_device is None else self._on_device.mirror().nbytes
 
     def places(self, group: int, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
         """The coordinates of blocks of a group: int64 `[blocks, 3]`."""
