@@ -23,7 +23,6 @@ from foreword.config import (
     positive,
 )
 from foreword.errors import ConfigError, ModelNotFound
-from foreword.prompt_order import PromptOrder
 
 # Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
 _BODY_BYTES_PER_TOKEN = 64
@@ -149,15 +148,9 @@ class ServerConfig:
                 raise ConfigError(
                     f"{origin!r} is not an origin; write it as https://chat.example.org (--allowed-origins)"
                 )
-        PromptOrder.parse(self.template_order, self.volatile_lines)
         parse_bytes(self.response_memory, "server.response_memory (--response-memory)")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ConfigError("server.kv_events_replay needs server.kv_events")
-
-    @property
-    def prompt_order(self) -> PromptOrder:
-        """In which order prompts have their parts."""
-        return PromptOrder.parse(self.template_order, self.volatile_lines)
 
     @property
     def is_local(self) -> bool:

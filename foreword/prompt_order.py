@@ -20,9 +20,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from foreword.errors import BadRequest, ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from foreword.process_config import ServerConfig
 
 # Characters of the first system message in which an agent says who it is.
 _MARKED_CHARACTERS: Final = 1000
@@ -136,6 +139,11 @@ class PromptOrder:
             value, rule = _parsed(text, "--volatile-lines")
             lines.append((rule, None if value == _PROFILES else _pattern(value)))
         return cls(tuple(first), tuple(lines))
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> PromptOrder:
+        """As configured. Raises ConfigError."""
+        return cls.parse(config.template_order, config.volatile_lines)
 
     def __bool__(self) -> bool:
         return bool(self.first or self.lines)

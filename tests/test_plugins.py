@@ -137,7 +137,7 @@ class TestVllm:
 _FORMAT_AND_POLICY = """
 import json
 from foreword.api.tools.formats import ToolFormat
-from foreword.routing.policies import RulePolicy
+from foreword.routing.rule_policies import RulePolicy
 
 class Bang(ToolFormat):
     # `!name {...}` at the start of an answer is a call.

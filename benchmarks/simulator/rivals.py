@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from foreword.routing.directory import CacheTier
 from foreword.routing.placement import Candidate, PlacementQuery
-from foreword.routing.policies import RulePolicy
+from foreword.routing.rule_policies import RulePolicy
 
 _DEVICE = CacheTier.DEVICE
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
-from foreword.cli.probe import Kind, Metrics, NoAnswer, ProbeAnswer, ProbedServer, body_of, error_of, new_prompt
+from foreword.cli.probe import NoAnswer, ProbeAnswer, ProbedServer, body_of, error_of, new_prompt
+from foreword.observability.scrape import Kind, Scrape
 
 _WRITE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
@@ -255,7 +256,7 @@ class ServerChain(Chain):
         for step in (self.on_device, self.kept_apart, self.earlier, self.tiers, self.template):
             yield from step()
 
-    def count(self, what: str, metrics: Metrics, **labels: str) -> float:
+    def count(self, what: str, metrics: Scrape, **labels: str) -> float:
         """How much a counter has grown since the first probe."""
         name = self._names[what]
         return metrics.total(name, **labels) - self.before.total(name, **labels) if name else 0.0
@@ -265,7 +266,7 @@ class ServerChain(Chain):
         if self.vllm:
             self.target.ask(new_prompt(2), self.other_salt)
 
-    def found(self, answer: ProbeAnswer, before: Metrics, name: str) -> int:
+    def found(self, answer: ProbeAnswer, before: Scrape, name: str) -> int:
         """Cached tokens of a prompt: by a counter if the answer does not say."""
         if answer.cached is not None:
             return answer.cached
@@ -394,7 +395,7 @@ class ServerChain(Chain):
         """Tokens of the longest probe."""
         return min(_MOST_TOKENS, self.longest - 2)
 
-    def _written_within(self, seconds: float) -> tuple[list[str], Metrics]:
+    def _written_within(self, seconds: float) -> tuple[list[str], Scrape]:
         """Wait until the tiers have the probe's blocks, or say why not. Returns those that lack more than half of them."""
         deadline = min(time.monotonic() + seconds, self.target.deadline - _POLL_SECONDS)
         wanted = 1 if self.vllm else len(self.prompt) // self.block
@@ -409,24 +410,24 @@ class ServerChain(Chain):
                 return [tier for tier in waiting if 2 * counts[tier] < wanted], metrics
             time.sleep(_POLL_SECONDS)
 
-    def _reasons(self, tier: str, metrics: Metrics) -> bool:
+    def _reasons(self, tier: str, metrics: Scrape) -> bool:
         """Whether it is known already why the tier does not take blocks."""
         refused = any(self.count("refused", metrics, tier=tier, kind=kind) for kind in ("short", "rate"))
         return refused or self.count("errors", metrics, tier=tier) > 0 or self._is_small(tier, metrics)
 
-    def _is_small(self, tier: str, metrics: Metrics) -> bool:
+    def _is_small(self, tier: str, metrics: Scrape) -> bool:
         """Whether the tier is too small for one prompt: it is full, and has fewer blocks than that."""
         budget = metrics.total("foreword:tier_budget_bytes", tier=tier)
         blocks, size = (metrics.total(f"foreword:tier_{one}", tier=tier) for one in ("blocks", "bytes"))
         wanted = len(self.prompt) // self.block
         return 0 < blocks < wanted and budget > 0 and size * (blocks + 1) > budget * blocks
 
-    def _grown(self, metrics: Metrics, tier: str) -> list[str]:
+    def _grown(self, metrics: Scrape, tier: str) -> list[str]:
         name = self._names["errors"]
         before = self.before.by("kind", name, tier=tier)
         return [kind for kind, count in metrics.by("kind", name, tier=tier).items() if count > before.get(kind, 0.0)]
 
-    def _unwritten(self, tier: str, metrics: Metrics) -> Broken:
+    def _unwritten(self, tier: str, metrics: Scrape) -> Broken:
         if self.count("errors", metrics, tier=tier):
             kinds = "" if self.vllm else f" ({', '.join(self._grown(metrics, tier))})"
             return Broken("written", f"{tier}: calls fail{kinds}", _STATES["off"][1])

@@ -24,6 +24,7 @@ from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, did_you_mean, reason_of
 from foreword.process_config import check_source
+from foreword.prompt_order import PromptOrder
 from foreword.store.store_keys import keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse
@@ -65,9 +66,10 @@ def check(
 
 
 def check_server(config: Config) -> None:
-    """Find the mistakes of `check`, and those that concern a server: salts, and its part in transfers. Raises
-    ForewordError."""
+    """Find the mistakes of `check`, and those that concern a server: salts, the order of prompts, and its part in
+    transfers. Raises ForewordError."""
     check_salts(config)
+    PromptOrder.of(config.server)
     transfer = config.transfer.with_secret()
     TlsSettings(transfer)
     if config.role is not None:

@@ -107,6 +107,6 @@ class ChoiceStream:
         known = self.tokens[self.repeated : self.repeated + len(ids)]
         if known != ids[: len(known)]:
             raise NotReproduced("another replica computes other tokens from the same seed")
-        self.repeated += len(known)
+        self.repeated += len(ids)
         if self.finish_reason is None:
             self.tokens += ids[len(known) :]

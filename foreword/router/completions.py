@@ -22,7 +22,6 @@ from foreword.router.proxied_request import TOKEN_BYTES, ProxiedRequest
 from foreword.router.replica_body import (
     PASSED,
     PATHS,
-    arranged,
     parse_request,
 )
 from foreword.router.replicas import clock
@@ -68,7 +67,7 @@ async def proxy(
     tenant, pool = call.tenant, router.pool(request.model)
     if request.prefix is not None:
         request = router.prefixes.expanded(pool, tenant, request)
-    request = arranged(request, router.order, pool.model)
+    request = router.order.arranged(request, pool.model)
     wanted = _wanted_seconds(call)
     deadline = call.arrived + min(wanted, router.config.request_timeout)
     try:

@@ -1,9 +1,9 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
 Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits, traces, recordings of the traffic, the usage ledger, a tokenizer of its own. The others are used where the package is
-installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes of misses, and the warm-up of
-replicas that join. The classes here are what a router does without them.
+hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a tokenizer. The rest
+is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes
+of misses, and the warm-up of replicas that join. The classes here are what a router does without them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from foreword.observability.tracing import Tracer
     from foreword.router.replica_pool import ReplicaPool
     from foreword.router.service import Router
+    from foreword.routing.cost_kinds import CostKinds
     from foreword.routing.fleet import Fleet
     from foreword.tokens.tokenizer import Tokenizer
 
@@ -102,6 +103,22 @@ class Prefixes:
     async def repair(self, upstream: Upstream, tenant: Tenant, name: str) -> bool:
         """Register a prefix at a Foreword server that does not know it. Whether it knows it now."""
         return False
+
+
+class Order:
+    """The order of prompts, here of a router that leaves them as they are. Runs on any thread."""
+
+    def __bool__(self) -> bool:
+        """Whether it changes any."""
+        return False
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raises ConfigError if the model's template cannot show a prompt in this order."""
+
+    def arranged(self, request: GenerateRequest, model: str) -> GenerateRequest:
+        """A chat with its messages and tools in this order, in its body too: what replicas render and the router tokenizes.
+        `model`: that of a request which names none."""
+        return request
 
 
 class WarmUp:
@@ -217,6 +234,14 @@ class RouterExtras(ABC):
         """The causes of cache misses, and the trace that `config.record` names. Raises ConfigError."""
 
     @abstractmethod
+    async def keep_costs(self, kinds: CostKinds, path: str) -> None:
+        """Keep learned costs in a file until cancelled. Restores them before it first waits."""
+
+    @abstractmethod
+    def order(self, config: ServerConfig) -> Order:
+        """The order of prompts. Raises ConfigError."""
+
+    @abstractmethod
     def tracer(self, endpoint: str) -> Tracer:
         """Traces of requests, for the collector at this URL. Raises ConfigError."""
 
@@ -245,6 +270,13 @@ def extras_for(setting: str) -> RouterExtras:
     if extras is None:
         raise ConfigError(f"{setting} {_MISSING}")
     return extras
+
+
+def order_for(config: ServerConfig) -> Order:
+    """The configured order of prompts. Raises ConfigError."""
+    if not config.template_order and not config.volatile_lines:
+        return Order()
+    return extras_for("--template-order" if config.template_order else "--volatile-lines").order(config)
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:

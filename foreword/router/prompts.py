@@ -32,8 +32,7 @@ from foreword.blocks.bounded import Bounded
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
-from foreword.prompt_order import PromptOrder
-from foreword.router.extras import extras_for
+from foreword.router.extras import Order, extras_for
 from foreword.router.prompt_chain import prompt_chain, prompt_parts
 from foreword.router.replica_body import TRANSLATED
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, clock
@@ -69,7 +68,7 @@ _HEDGE_SECONDS: Final = 0.02
 # Of a text of which nothing is known.
 _BYTES_PER_TOKEN: Final = 4
 _NO_SALT: Final = Salt()
-_AS_IS: Final = PromptOrder()
+_AS_IS: Final = Order()
 # Factors of the time limit when replicas are asked repeatedly to detokenize. A prompt without tokens is compared as text, but a
 # broken stream cannot be continued without the text of its tokens.
 _TIMEOUT_FACTORS: Final = (1, 5, 25)
@@ -225,7 +224,7 @@ class PromptTokenizer:
         self._cache = TokenLru(_CACHED_TOKENS)
         self._pending: dict[bytes, asyncio.Future[array[int] | None]] = {}
 
-    async def load(self, source: str, order: PromptOrder = _AS_IS) -> None:
+    async def load(self, source: str, order: Order = _AS_IS) -> None:
         """Load the router's own tokenizer. Raises ModelNotFound, and ConfigError if its template cannot show this order."""
         self._tokenizer = await self._work.run(0, extras_for("--tokenizer").load_tokenizer, source)
         order.check(self._tokenizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, Final
 
 import msgspec
@@ -12,10 +11,9 @@ from msgspec.structs import replace
 from foreword.api.dialects.decode import Limits, decode
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.sampling import Whole
-from foreword.api.request import ClientBody, DialectName, GenerateRequest, Message
+from foreword.api.request import ClientBody, DialectName, GenerateRequest
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest
-from foreword.prompt_order import PromptOrder, texts_of
 
 PATHS: Final[Mapping[DialectName, str]] = {name: dialect.path for name, dialect in DIALECTS.items()}
 # Paths of replicas whose requests are placed and passed on without a dialect here. Their bodies have vLLM's `cache_salt`, so
@@ -89,34 +87,6 @@ def path_of(request: GenerateRequest) -> str:
 def edited(body: ClientBody, drop: Container[str], changes: Mapping[str, Any]) -> bytes:
     """A body without these fields, and with others."""
     return msgspec.json.encode({**{name: one for name, one in body.fields.items() if name not in drop}, **changes})
-
-
-def arranged(request: GenerateRequest, order: PromptOrder, model: str) -> GenerateRequest:
-    """A chat with its messages and tools in this order, in its body too: what replicas render and the router tokenizes."""
-    if (
-        not order
-        or request.dialect != "chat"
-        or request.path
-        or request.prefix is not None
-        or request.refusal is not None
-    ):
-        return request
-    given = request.body.only("messages", "tools")
-    raw = decode_json(given["messages"], list[msgspec.Raw])
-    count = sum(1 for _ in takewhile(lambda one: one.role == "system", request.messages))
-    leading = [decode_json(one, dict[str, Any]) for one in raw[:count]]
-    tools = decode_json(given["tools"], list[dict[str, Any]]) if "tools" in given else []
-    messages, described = order.arranged(leading, tools, request.model or model)
-    if messages is leading:
-        return request
-    changes: dict[str, Any] = {"messages": [*messages, *raw[count:]]} | ({"tools": described} if tools else {})
-    body = ClientBody(edited(request.body, (), changes))
-    said = [Message("system", "".join(texts_of(one))) for one in messages]
-    shown = [one.get("function", {}).get("description", "") for one in described]
-    own = request.tools
-    if len(shown) == len(own):
-        own = tuple(replace(tool, description=text) for tool, text in zip(own, shown, strict=True))
-    return replace(request, messages=(*said, *request.messages[count:]), tools=own, body=body)
 
 
 def replica_body(

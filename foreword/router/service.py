@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,9 +24,8 @@ from foreword.api.work_queue import WorkQueue
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
-from foreword.router.cost_file import CostFile
 from foreword.router.event_subscriber import KvEventSubscription
-from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, extras_for, installed_extras
+from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, extras_for, installed_extras, order_for
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
@@ -82,8 +80,7 @@ _STALL_SECONDS: Final = 0.1
 # Consecutive timeouts that are excused by a stalled event loop.
 MAX_STALLS: Final = 5
 _SCRUBBED_BUCKETS: Final = 256
-# Between two times at which learned costs are written.
-_COST_FILE_SECONDS: Final = 60.0
+_COST_FILE: Final = "--cost-file"
 # For limits, where no replica says how long its prompts may be.
 _UNKNOWN_MODEL_LEN: Final = 128 << 10
 
@@ -130,13 +127,13 @@ class Router:
         self._limits: tuple[object, Limits] = (None, Limits())
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
-        self.order = config.server.prompt_order
+        self.order = order_for(config.server)
         self.stream_keep_alive = config.server.stream_keep_alive
         self.server_config = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
         self.speeds = SpeedProbes(given.measure_seconds)
-        self.cost_kinds, self._cost_file = CostKinds(), CostFile(given.cost_file)
+        self.cost_kinds = CostKinds()
         self._use_extras(config)
         self.stopping = asyncio.Event()
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
@@ -159,7 +156,7 @@ class Router:
         self.prefixes, self.warm_up, self.misses = Prefixes(), WarmUp(), Misses()
         self.tracer: Tracer | None = None
         self.ledger: UsageLedger | None = None
-        needed = {"--prefix-file": given.prefix_file, "--record": config.server.record}
+        needed = {"--prefix-file": given.prefix_file, "--record": config.server.record, _COST_FILE: given.cost_file}
         setting = next((name for name, value in needed.items() if value is not None), None)
         extras = installed_extras() if setting is None else extras_for(setting)
         if extras is not None:
@@ -183,9 +180,9 @@ class Router:
         self.prompts = PromptTokenizer(self._probe_session, headers, self.config.tokenize_timeout)
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer, self.order)
-        self.cost_kinds.restore(self._cost_file.read(), time.time())
+        if self.config.cost_file is not None:  # it begins before a replica joins
+            self.background(extras_for(_COST_FILE).keep_costs(self.cost_kinds, self.config.cost_file))
         self.background(self._watchdog())
-        self.background(self._keep_costs())
         self.background(self.audit.run(self._probe_session))
 
     def _client_session(self, *, fresh: bool = False, **options: Any) -> aiohttp.ClientSession:
@@ -202,7 +199,6 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._write_costs()
         await self.session.close()
         await self._probe_session.close()
         await self.fresh_session.close()
@@ -540,14 +536,6 @@ class Router:
         pool = self.pool_of(upstream)
         same = upstream.info is info and pool is not None and pool.upstreams.get(upstream.url) is upstream
         return pool.fleet if same and pool is not None else None
-
-    async def _keep_costs(self) -> None:
-        while True:
-            await asyncio.sleep(_COST_FILE_SECONDS)
-            await self._write_costs()
-
-    async def _write_costs(self) -> None:
-        await asyncio.to_thread(self._cost_file.write, self.cost_kinds.records(time.time()))
 
     def _isolation_problem(self, info: ReplicaInfo) -> str:
         """Why a replica would let tenants share blocks; empty if it would not."""

@@ -27,7 +27,7 @@ from foreword.blocks.salt import Salt
 from foreword.decoders import decode_object
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.router.passthrough import healthy, send_once
-from foreword.router.replica_body import arranged, edited, parse_request, read_body
+from foreword.router.replica_body import edited, parse_request, read_body
 from foreword.router.replicas import Upstream
 from foreword.router.service import Router
 from foreword.usage import TokenUsage
@@ -71,7 +71,7 @@ def _parse(raw: bytes, limits: Limits) -> GenerateRequest:
 async def _control(router: Router, call: Call, verb: str) -> Answer:
     request, computes = call.body, verb in ("retain", "pin")
     if router.order and request.messages:  # as its requests are
-        request = arranged(request, router.order, router.pool(request.model).model)
+        request = router.order.arranged(request, router.pool(request.model).model)
     everything = bytes(request.body.fields.get("all", b"")) == b"true"
     if everything:
         call.require(Right.OWNER, "releasing everything")

@@ -14,7 +14,7 @@ from foreword.config import parse_bytes
 from foreword.observability.recording import TraceRecorder
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
-from foreword.router.extras import Audit, RouterExtras
+from foreword.router.extras import Audit, Order, RouterExtras
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.service import Router
@@ -26,6 +26,7 @@ from foreword.router_extras.warm_up import PrefixWarmUp
 if TYPE_CHECKING:
     from foreword.ledger import UsageLedger
     from foreword.observability.tracing import Tracer
+    from foreword.routing.cost_kinds import CostKinds
     from foreword.tokens.tokenizer import Tokenizer
 
 
@@ -68,6 +69,16 @@ class InstalledExtras(RouterExtras):
     def misses(self, router: Router, config: ServerConfig) -> RouterMisses:
         recorder = None if config.record is None else TraceRecorder(Path(config.record), salt=config.record_salt)
         return RouterMisses(router.metrics, router.decisions, recorder)
+
+    async def keep_costs(self, kinds: CostKinds, path: str) -> None:
+        from foreword.router_extras.cost_file import keep_costs
+
+        await keep_costs(kinds, path)
+
+    def order(self, config: ServerConfig) -> Order:
+        from foreword.router_extras.ordered_prompts import OrderedPrompts
+
+        return OrderedPrompts(config)
 
     def tracer(self, endpoint: str) -> Tracer:
         from foreword.observability.tracing import Tracer

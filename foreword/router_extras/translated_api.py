@@ -21,7 +21,7 @@ from foreword.api.stored_responses import StoredResponses
 from foreword.errors import BadRequest, NoReplica
 from foreword.router.completions import proxy
 from foreword.router.passthrough import send_to_one
-from foreword.router.replica_body import ROUTER_FIELDS, TRANSLATED, arranged, edited, parse_request
+from foreword.router.replica_body import ROUTER_FIELDS, TRANSLATED, edited, parse_request
 from foreword.router.service import Router
 from foreword.router_extras.translation import ChatTranslation, chat_request
 
@@ -65,7 +65,7 @@ def add_routes(routes: Routes[Handler], router: Router, kept: StoredResponses) -
             return await send_to_one(router, call, pool.tokenizing_replicas(), call.path, body)
         call.check_fields(messages.MessagesBody, given.body.fields)
         request = router.prefixes.expanded(pool, call.tenant, chat_request(given, pool.kind))
-        request = arranged(request, router.order, pool.model)
+        request = router.order.arranged(request, pool.model)
         prompt = await router.prompts.tokenize(request, pool, needed=True)
         if not prompt.exact:
             router.prefixes.check(call.tenant, request)

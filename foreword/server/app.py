@@ -27,6 +27,7 @@ from foreword.configuration import Config
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ForewordError
 from foreword.ledger import UsageLedger
+from foreword.prompt_order import PromptOrder
 from foreword.server import cache_api, dashboard, generate_api, instance_api, migration, model_api, requests_api
 from foreword.server.admission import Admission
 from foreword.server.endpoint import ServerContext, check_length
@@ -87,7 +88,9 @@ class ServerApp(AsgiFront):
         ledger: UsageLedger | None = None,
     ) -> None:
         given = config.server
-        admission = engine if isinstance(engine, Admission) else Admission(given.max_queue, engine, given.prompt_order)
+        admission = engine
+        if not isinstance(admission, Admission):
+            admission = Admission(given.max_queue, admission, PromptOrder.of(given))
         keys = data_keys_of(config.encryption)
         tenants = Tenants.from_config(given, bytes if keys is None else keys.current)
         formats_named(*parser_names(given))

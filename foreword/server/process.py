@@ -28,6 +28,7 @@ from foreword.ledger import UsageLedger
 from foreword.observability.recording import TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.process_config import ServerConfig
+from foreword.prompt_order import PromptOrder
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
@@ -53,7 +54,7 @@ def run(config: Config) -> int:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     preflight.check_server(config)
     recorder = _recorder(config)
-    admission = Admission(config.server.max_queue, order=config.server.prompt_order)
+    admission = Admission(config.server.max_queue, order=PromptOrder.of(config.server))
     registry = PrometheusObserver()
     events, tracer = _publish_events(config), tracer_for(config.server.otlp_endpoint, "foreword-server")
     traces = EngineTraces(tracer) if tracer is not None else None
@@ -227,7 +228,7 @@ def load_engine(
             raise
         logger.info("loading again with torch's compiler: %s", error)
         engine = _load_engine(config, observers, progress)
-    config.server.prompt_order.check(engine.tokenizer)
+    PromptOrder.of(config.server).check(engine.tokenizer)
     if events is not None and engine.offload is not None:
         events.watch(engine.offload.store, config.store.urls)
     return engine

@@ -16,7 +16,6 @@ from foreword.routing.costs import ReplicaCosts
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet, Role
 from foreword.routing.placement import CostPolicy, Decision, PlacementQuery, SessionAffinity
-from foreword.routing.policies import policy_named
 from foreword.routing.sessions import SessionHome, SessionTable
 
 BLOCK = 16
@@ -378,25 +377,6 @@ def test_replicas_with_other_block_sizes() -> None:
     both = PlacementQuery(asked.keys, 800, BLOCK, other_keys={("", 32): wide})
     assert fleet.place(both, 0.0).replica == "b"
     assert fleet.place(both, 0.0).expected_cached == 799
-
-
-def test_every_policy_runs_a_fleet() -> None:
-    """Each policy serves the same requests, and nothing is left in flight."""
-    for name in (
-        "random",
-        "round-robin",
-        "least-loaded",
-        "least-tokens",
-        "consistent-hashing",
-        "longest-prefix",
-        "two-choices",
-    ):
-        fleet = Fleet(policy_named(name))
-        for replica in "abc":
-            fleet.add(replica)
-        for number in range(30):
-            serve(fleet, str(number), query(text(number % 5, 500)), float(number))
-        assert len(fleet._requests) == 0
 
 
 def test_mistakes_are_explained() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from hashlib import sha256
 
 import pytest
+from candidates import BLOCK, COSTS, candidate, keys_of, query
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import ConfigError
-from foreword.routing.costs import LoadCost, ReplicaCosts
+from foreword.routing.costs import LoadCost
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.placement import (
     Candidate,
@@ -24,30 +24,6 @@ from foreword.routing.placement import (
     estimate_cost,
 )
 from foreword.routing.policies import POLICIES, policy_named
-
-BLOCK = 16
-# 1 ms for each token computed, 0.1 ms from host memory, 0.5 ms from disk, 2 ms from a shared store: slower than computing.
-COSTS = ReplicaCosts(
-    prefill=1e-3,
-    first=0.0,
-    decode_each=1e-3,
-    step_tokens=512,
-    loads=(LoadCost(1e-4), LoadCost(5e-4), LoadCost(2e-3)),
-    transfer=LoadCost(1e-4, 0.01),
-)
-
-
-def keys_of(number: int, blocks: int) -> list[bytes]:
-    return [sha256(f"{number}/{i}".encode()).digest() for i in range(blocks)]
-
-
-def query(tokens: int, number: int = 0, session: str | None = None) -> PlacementQuery:
-    return PlacementQuery(keys_of(number, tokens // BLOCK), tokens, BLOCK, session)
-
-
-def candidate(name: str, device: int = 0, host: int = 0, disk: int = 0, shared: int = 0, **more: object) -> Candidate:
-    reach = (device, device + host, device + host + disk, device + host + disk + shared)
-    return Candidate(name, COSTS, reach)._replace(**more)  # type: ignore[arg-type]
 
 
 def test_parts_of_an_estimate_add_up() -> None:
@@ -306,61 +282,14 @@ def test_every_policy_is_deterministic(seed: int, name: str) -> None:
 
 def test_unknown_policies_are_refused() -> None:
     """A typo is answered with similar names."""
-    with pytest.raises(ConfigError, match="round-robin"):
-        policy_named("roundrobin")
+    with pytest.raises(ConfigError, match="cost"):
+        policy_named("costs")
 
 
 def test_session_affinity_out_of_range_is_refused() -> None:
     """A ratio below 1 is an error."""
     with pytest.raises(ConfigError, match="at least 1"):
         SessionAffinity(ratio=0.5)
-
-
-# Baselines
-
-
-def test_round_robin_takes_turns() -> None:
-    """Each available replica in turn."""
-    policy = policy_named("round-robin")
-    fleet = [candidate("a"), candidate("b", excluded="draining"), candidate("c")]
-    assert [policy.choose(query(16), fleet).replica for _ in range(4)] == ["a", "c", "a", "c"]
-
-
-def test_least_loaded_counts_requests() -> None:
-    """The fewest requests in flight; ties take turns."""
-    policy = policy_named("least-loaded")
-    busy = [candidate("a", queued=1, running=3), candidate("b", running=2), candidate("c", queued=2)]
-    assert {policy.choose(query(16), busy).replica for _ in range(4)} == {"b", "c"}
-
-
-def test_least_tokens_counts_tokens() -> None:
-    """One long prompt weighs more than two short ones."""
-    fleet = [candidate("a", queued=1, queued_tokens=9000), candidate("b", queued=2, queued_tokens=500)]
-    assert policy_named("least-tokens").choose(query(16), fleet).replica == "b"
-
-
-def test_longest_prefix_ignores_load() -> None:
-    """The longest prefix wins, however long the queue is."""
-    fleet = [candidate("a", 50, queued=100, queued_tokens=1e6), candidate("b", 49)]
-    assert policy_named("longest-prefix").choose(query(1600), fleet).replica == "a"
-
-
-def test_consistent_hashing_is_bounded() -> None:
-    """A prefix goes to one replica until that has 1.25 times its share of requests, then to the next on the ring."""
-    policy = policy_named("consistent-hashing")
-    idle = [candidate(f"r{i}") for i in range(4)]
-    first = policy.choose(query(1600), idle).replica
-    assert policy.choose(query(1600), idle).replica == first
-    loaded = [one._replace(running=10 if one.name == first else 1) for one in idle]
-    assert policy.choose(query(1600), loaded).replica != first
-
-
-def test_two_choices_uses_two_replicas() -> None:
-    """A prefix goes to at most two replicas, to the less loaded of them."""
-    policy = policy_named("two-choices")
-    rng = random.Random(1)
-    fleets = [[candidate(f"r{i}", running=rng.randrange(9)) for i in range(8)] for _ in range(50)]
-    assert len({policy.choose(query(1600), fleet).replica for fleet in fleets}) == 2
 
 
 # Disaggregated prefill

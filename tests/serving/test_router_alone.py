@@ -11,9 +11,9 @@ from hostile_replica import TEXT, HostileReplica
 from router_parts import Loop, RouterThread
 
 from foreword.errors import ConfigError
-from foreword.process_config import RouterConfig
+from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.discovery import configured_replicas
-from foreword.router.extras import extras_for, installed_extras
+from foreword.router.extras import extras_for, installed_extras, order_for
 
 _OTHER = (
     ("POST", "/v1/messages"),
@@ -68,6 +68,8 @@ def test_settings_name_the_package() -> None:
         extras_for("--picker")
     with pytest.raises(ConfigError, match="--replica-service needs the package foreword-route-extras"):
         configured_replicas(RouterConfig(replica_services=("default/vllm",)))
+    with pytest.raises(ConfigError, match="--volatile-lines needs the package foreword-route-extras"):
+        order_for(ServerConfig(volatile_lines=("profiles",)))
 
 
 @pytest.mark.usefixtures("alone")

@@ -255,3 +255,31 @@ def test_sampled_responses_are_continued(router: RouterProcess, scissors: Scisso
     asked = {**TEXT, "max_tokens": 16, "temperature": 1, "stream_options": {"include_usage": True}}
     chunks = stream(router.url, "/v1/completions", asked)
     assert chunks[-1]["usage"]["completion_tokens"] == 16 and ending(chunks) == ("length", None)
+
+
+@pytest.mark.parametrize(("path", "body"), [_CHAT, _TEXT])
+def test_choices_with_a_seed(
+    router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
+) -> None:
+    """Several choices with a seed are repeated by another replica, and the client gets the rest of each: text, ending and
+    usage are those of an unbroken response, also after a second break."""
+    asked = {**body, "max_tokens": 8, "n": 3, "temperature": 1, "seed": 5, "stream_options": {"include_usage": True}}
+    whole = stream(shared.open.url, path, asked)
+    before = continued(router)
+    for events in (4, len(whole) // 2, len(whole) - 3):
+        for cuts in ((events,), (events, events // 2)):
+            scissors.cut_after(*cuts)
+            chunks = stream(router.url, path, asked)
+            assert by_choice(chunks) == by_choice(whole), cuts
+            usage = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk.get("usage")]
+            assert usage == [whole[-1]["usage"]["completion_tokens"]]
+            assert not any(choice.get("token_ids") for chunk in chunks for choice in chunk["choices"])
+    assert continued(router) - before >= 6
+
+
+def by_choice(chunks: list[dict[str, Any]]) -> dict[int, tuple[str, tuple[Any, Any]]]:
+    """The text and the ending of each choice."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        found.setdefault(choice["index"], []).append({"choices": [choice]})
+    return {index: (text(ones), ending(ones)) for index, ones in found.items()}

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 
 import pytest
 
+from foreword.api.dialects.decode import Limits
+from foreword.api.sse import EventParser, ServerSentEvent
+from foreword.router.choice_stream import NotReproduced
+from foreword.router.replica_body import parse_request
+from foreword.router.response_stream import ResponseStream
 from foreword.router.stream_states import (
     BEHIND_HEAD,
     FIRST,
@@ -118,3 +124,31 @@ def test_each_attempt_is_ended_once() -> None:
             assert done in ([], [StreamAction.JUDGE])
         else:
             assert len(done) == leaves, (state, event)
+
+
+def test_other_tokens_end_what_is_repeated() -> None:
+    """A replica that repeats choices and draws another token than the client has raises; one that draws the same does not, and
+    the client gets what it does not have."""
+    asked = {"prompt": "a", "n": 2, "seed": 3, "stream": True}
+    request = parse_request("completions", json.dumps(asked).encode(), Limits())
+    for drawn, differs in ((7, False), (8, True)):
+        stream = ResponseStream(request)
+        stream.next_response("vllm")
+        first = [stream.take(chunk(index, [6 + index, 7], "xy", [1, 2])) for index in (0, 1)]
+        assert all(first) and stream.can_repeat
+        stream.repeat()
+        stream.next_response("vllm")
+        assert stream.take(chunk(0, [6], "x")) is None
+        if differs:
+            with pytest.raises(NotReproduced):
+                stream.take(chunk(0, [drawn, 9], "yz"))
+            continue
+        sent = stream.take(chunk(0, [drawn, 9], "yz"))
+        assert sent is not None and json.loads(sent[6:])["choices"][0]["text"] == "z"
+        assert stream.take(chunk(0, [10], "w")) is not None and stream.choices[0].tokens == [6, 7, 9, 10]
+
+
+def chunk(index: int, ids: list[int], text: str, prompt: list[int] | None = None) -> ServerSentEvent:
+    choice = {"index": index, "text": text, "token_ids": ids, "finish_reason": None, "prompt_token_ids": prompt}
+    data = json.dumps({"id": "c", "object": "text_completion", "choices": [choice]}).encode()
+    return EventParser().feed(b"data: " + data + b"\n\n")[0]

@@ -26,7 +26,7 @@ from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt, as_header
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import RoutedRequest
-from foreword.router.replica_body import TRANSLATED, arranged, replica_body
+from foreword.router.replica_body import TRANSLATED, replica_body
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
 from foreword.router.suspicious import SuspiciousRequest
@@ -205,7 +205,7 @@ class Picker:
         came = request.body.raw
         try:
             async with asyncio.timeout(router.config.picker_timeout):
-                request = arranged(request, router.order, router.pool(request.model).model)
+                request = router.order.arranged(request, router.pool(request.model).model)
                 routed = await self._routed(head, tenant, request, arrived, among)
                 attempt = await routed.place()
         except SuspiciousRequest:  # the gateway would send it to a third replica

@@ -5,8 +5,10 @@ It is a hint, and no more: what is missing, broken, old or impossible in it is i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -15,11 +17,12 @@ import msgspec
 
 from foreword.decoders import decode_json
 from foreword.errors import reason_of
-from foreword.routing.cost_kinds import MOST_RECORDS, CostRecord
+from foreword.routing.cost_kinds import MOST_RECORDS, CostKinds, CostRecord
 
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1
+_WRITE_SECONDS: Final = 60.0
 # More than `MOST_RECORDS` of the longest names take.
 _MOST_BYTES: Final = 1 << 20
 
@@ -29,15 +32,27 @@ class _File(msgspec.Struct):
     kinds: list[CostRecord]
 
 
-class CostFile:
-    """The file at `path`; without one nothing is kept."""
+async def keep_costs(kinds: CostKinds, path: str) -> None:
+    """Begin with what the file at `path` has, and write it every minute and when this is cancelled."""
+    file = CostFile(path)
+    kinds.restore(file.read(), time.time())
+    try:
+        while True:
+            await asyncio.sleep(_WRITE_SECONDS)
+            await asyncio.to_thread(file.write, kinds.records(time.time()))
+    finally:
+        await asyncio.to_thread(file.write, kinds.records(time.time()))
 
-    def __init__(self, path: str | None) -> None:
-        self._path = Path(path) if path is not None else None
+
+class CostFile:
+    """The file at `path`."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
 
     def read(self) -> Sequence[CostRecord]:
         """Its records, of which some may be implausible."""
-        if self._path is None or not self._path.exists():
+        if not self._path.exists():
             return ()
         try:
             with self._path.open("rb") as file:
@@ -54,7 +69,7 @@ class CostFile:
 
     def write(self, records: Sequence[CostRecord]) -> None:
         """Replace the file. A failure is logged: the router works without it. Takes time; runs on any thread."""
-        if self._path is None or not records:
+        if not records:
             return
         temporary = self._path.with_name(self._path.name + ".new")
         try:
