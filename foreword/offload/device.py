@@ -205,11 +205,6 @@ class DeviceCopies:
         self.queues = self._queues = CudaQueues(device) if queues is None else queues
         self._saves: dict[int, _Copy] = {}
 
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of the device that the mirror takes."""
-        return 0 if self._mirror is None else self._mirror.nbytes
-
     def mirror(self) -> Tensor:
         """The mirror, which is made when it is needed."""
         with self._making:
@@ -219,23 +214,14 @@ class DeviceCopies:
             return self._mirror
 
     def save(self, group: int, units: Units, slots: Sequence[int]) -> None:
-        """Queue the copy of units into slots. `wait` tells when it is done; the units may be overwritten by later work.
-
-        Args:
-            units: int64 `[units, 3]`, the coordinates of each.
-        """
+        """Queue the copy of units, int64 `[units, 3]`, into slots. `wait` tells when it is done; the units
+        may be overwritten by later work."""
         queues, mirror = self._queues, self.mirror()
         # If a slot was given back before its last copy was done, that copy may be of both: it is followed by this one.
         queues.submit(Stream.COMPUTE, lambda: self._launch(group, units, slots, gather=True))
         queues.wait(Stream.SAVE, queues.record(Stream.COMPUTE))
         queues.submit(Stream.SAVE, lambda: self._move(self._arena, mirror, slots))
-        self.note_saved(slots, queues.record(Stream.SAVE))
-
-    def note_saved(self, slots: Sequence[int], end: Event) -> None:
-        """The copies into slots are done at an event."""
-        copy = _Copy(end)
-        for slot in slots:
-            self._saves[slot] = copy
+        self._saves.update(dict.fromkeys(slots, _Copy(queues.record(Stream.SAVE))))
 
     def wait(self, slot: int) -> None:
         """Wait until what was saved into a slot is there."""
@@ -249,7 +235,8 @@ class DeviceCopies:
         return self._queues.record(Stream.COMPUTE)
 
     def load(self, group: int, slots: Sequence[int], units: Units, mark: Event | None) -> None:
-        """Queue the copy of slots into units, behind what this thread has queued before, and behind `mark` if there is one. The slots must not change, nor the units be used, until `loaded` was waited for."""
+        """Queue the copy of slots into units, behind what this thread has queued before, and behind `mark` if there is one.
+        The slots must not change, nor the units be used, until `loaded` was waited for."""
         for slot in slots:
             self.wait(slot)
         queues, mirror = self._queues, self.mirror()
@@ -271,6 +258,5 @@ class DeviceCopies:
         table = self._tables[group]
         if table is None:
             return
-        host = np.empty((len(units), 4), np.int64)
-        host[:, :3], host[:, 3] = units, slots
-        table.copy(self.mirror(), to_device(torch.from_numpy(host), self._device), gather=gather)
+        host = torch.from_numpy(np.column_stack((units, slots)))
+        table.copy(self.mirror(), to_device(host, self._device), gather=gather)

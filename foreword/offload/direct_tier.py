@@ -48,6 +48,7 @@ from foreword.offload.ring_copies import RingCopies
 from foreword.offload.writer import WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore, Tiers
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("foreword.offload")
 SMALLEST_PAYLOAD: Final = 16 << 10  # bytes; shorter frames are faster through the staging arena
 _CALL_SECONDS: Final = 5.0
+_LENT_BYTES: Final = 512 << 20  # that the tier lends together to a load: other blocks may be evicted meanwhile
 _TESTED: Final = 3  # frames of each group in the test at the start
 _CLOSE_SECONDS: Final = 5.0
 _ROOM_PAUSE: Final = 0.02  # seconds between two looks whether a further tier has given slots back
@@ -201,7 +203,7 @@ class DirectTier(DirectCopies):
         self._places = places
         self._writer = writer
         # A load that has most of a small tier's slots would keep saves waiting.
-        self._most_lent = max(PIECES_OF_A_LOAD * ring.piece_bytes, len(memory) // 2)
+        self._most_lent = min(max(PIECES_OF_A_LOAD * ring.piece_bytes, len(memory) // 2), _LENT_BYTES)
         self._waiting: list[_Save] = []
         self._pending = 0
         self._full = False
@@ -215,7 +217,7 @@ class DirectTier(DirectCopies):
             self._begin()
         else:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            self._pinned = PinnedMemory(memory, address, len(memory), pinning, self._begin, self.tier.store.move_to)
+            self._pinned = PinnedMemory(memory, address, len(memory), pinning, self._begin, self._move)
             self._pinned.start()
 
     # The start
@@ -247,6 +249,11 @@ class DirectTier(DirectCopies):
         else:
             log.info("the device copies blocks directly to and from %s, and seals and checks them", self.tier.label)
         return self.usable
+
+    def _move(self, memory: memoryview) -> bool:
+        """Put other memory in place of the tier's, if no block is in use."""
+        store = self.tier.store
+        return isinstance(store, MemoryStore) and store.move_to(memory)
 
     def _test(self) -> str:
         """Let the device seal and check frames in the tier's own memory. Returns what is wrong; "" if nothing is."""

@@ -57,7 +57,6 @@ Done = TypeVar("Done")
 # Bytes that a load reads and copies at once. On a GPU each is a few launches and an event: fewer, larger ones are faster.
 _GROUP_BYTES: Final = 8 << 20
 _GROUP_BYTES_ON_DEVICE: Final = 32 << 20
-_LENT_BYTES: Final = 512 << 20  # that a memory tier lends together to a load: the others may be evicted meanwhile
 _PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
 MIN_PATIENCE: Final = 0.05  # seconds
 _LOADERS: Final = 4
@@ -270,10 +269,9 @@ class OffloadManager:
         """Queue the copies of the next blocks from the memory of the first tier straight into the device, and return how many
         there are: 0 if that is not possible. Whether they are right is known when they are copied."""
         direct = self._direct
-        if direct is None:
-            return 0
-        count = direct.count(store_load.places, done, _LENT_BYTES if known else _PROBE_BYTES)
-        if not count:
+        size = sys.maxsize if known else _PROBE_BYTES
+        count = 0 if direct is None else direct.count(store_load.places, done, size)
+        if direct is None or not count:
             return 0
         begun = 0
         with contextlib.closing(direct.loads(store_load, done, count, deadline)) as loads:

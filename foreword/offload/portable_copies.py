@@ -118,10 +118,6 @@ class PlaneGroup:
     def places(self, units: Sequence[int]) -> np.ndarray[Any, Any]:
         """`place` of many units: int64 `[units, 3]`."""
         numbers = np.asarray(units, np.int64)
-        if self._per_row == self._head_units == 1:
-            found = np.zeros((len(numbers), 3), np.int64)
-            found[:, 0] = numbers
-            return found
         tokens = numbers // self._head_units
         row = tokens // self._per_row
         return np.stack([row, tokens - row * self._per_row, numbers - tokens * self._head_units], axis=1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from foreword.offload.device import DeviceCopies, Event, Plane, Queues, Units
+from foreword.offload.device import DeviceCopies, Event, Plane, Queues, Units, _Copy
 from foreword.offload.ring import PIECES_OF_A_LOAD, DeviceRing, Piece, TierMemory
 
 
@@ -28,7 +28,7 @@ class RingCopies(DeviceCopies):
         if end is None:
             super().save(group, units, slots)
         else:
-            self.note_saved(slots, end)
+            self._saves.update(dict.fromkeys(slots, _Copy(end)))
 
     def load(self, group: int, slots: Sequence[int], units: Units, mark: Event | None) -> None:
         for slot in slots:

@@ -211,11 +211,6 @@ class Store(Protocol):
     def memory(self) -> memoryview | None:
         return None
 
-    def move_to(self, memory: memoryview) -> bool:
-        """Keep blocks in other memory, of the same size, from now on; those that it has are gone. False, and nothing changes,
-        while one is in use or pinned, and from a store that cannot."""
-        return False
-
     @property
     def pin_epoch(self) -> int:
         """The epoch of pins: another number each time that pins may have been lost, and be set again from what says that

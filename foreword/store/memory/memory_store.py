@@ -359,21 +359,18 @@ class MemoryStore(LocalRecords):
         return None if arena is None else arena.view
 
     def move_to(self, memory: memoryview) -> bool:
+        """Keep blocks in other memory, of the same size, from now on; those that it has are gone. False, and nothing changes,
+        while one is in use or pinned."""
         with self._lock:
             if self._arena is None or memory.nbytes != self._size or self._slots.held:
                 return False
-            gone = list(self._slots.chains.index)
-            self._populator.stop()
-            self._arena = MemoryArena.over(memory)
-            names = self._slots.names
-            self._slots = SlotTable(self._size, self._slots.slot_bytes, self._quota)
-            self._slots.names = names
-            for name in gone:
-                if names is not None:
-                    names.discard(name)
+            for name, slot in [*self._slots.chains.index.items()]:
+                self._slots.remove(slot)
+                self._evictions += 1
                 if self.on_evicted is not None:
                     self.on_evicted(name)
-            self._evictions += len(gone)
+            self._populator.stop()
+            self._arena = MemoryArena.over(memory)
             return True
 
     @staticmethod
