@@ -6,19 +6,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
 from foreword.cli.probe import NoAnswer, ProbeAnswer, ProbedServer, body_of, error_of, new_prompt
 from foreword.observability.scrape import Kind, Scrape
+from foreword.store.background import at_once
 
 _WRITE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
 _SHARED_SECONDS: Final = 3.0
 _BLOCKS: Final = 4
+_AT_ONCE: Final = 8  # several connections reach several servers behind one address
 _FEWEST_TOKENS: Final = 129
 _MOST_TOKENS: Final = 4096
 DEFAULT_BLOCK: Final = 16
@@ -96,12 +97,6 @@ class Broken(Exception):  # control flow of a chain; never leaves `until_broken`
     def __init__(self, name: str, text: str, setting: str) -> None:
         super().__init__(text)
         self.link = CheckedLink(name, text, False, setting)
-
-
-def at_once(call: Callable[[], Any], count: int = 8) -> list[Any]:
-    """Call several times at once: several connections reach several servers behind one address."""
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(lambda _: call(), range(count)))
 
 
 class Chain:
@@ -249,7 +244,7 @@ class ServerChain(Chain):
         size = self.before.labels("vllm:cache_config_info").get("block_size", "")
         self.block = int(size) if size.isdigit() and int(size) else DEFAULT_BLOCK
         yield from self.computed()
-        started = at_once(lambda: self.target.metrics().total("process_start_time_seconds"))
+        started = at_once([lambda: self.target.metrics().total("process_start_time_seconds")] * _AT_ONCE)
         if len(set(started)) > 1:
             yield self.several()
             return
@@ -275,7 +270,7 @@ class ServerChain(Chain):
     def several(self) -> CheckedLink:
         """Several servers answer, so that no counter can be compared. Raises Broken if they do not share what they hold."""
         time.sleep(_SHARED_SECONDS)
-        answers = at_once(lambda: self.ask(report=True))
+        answers = at_once([lambda: self.ask(report=True)] * _AT_ONCE)
         if missed := sum(one.cached is not None and one.cached < self.block for one in answers):
             raise Broken(
                 "placed",
@@ -583,7 +578,7 @@ class RouterChain(Chain):
 
     def found_again(self) -> Iterator[CheckedLink]:
         """Check that a repeated prompt goes to the replica that has it, and is found."""
-        answers = at_once(lambda: self.ask(report=True), 3)
+        answers = at_once([lambda: self.ask(report=True)] * 3)
         best = max(answers, key=lambda one: one.cached or 0)
         named = next((name for name in _BLIND if f": {name}," in best.route), self.policy)
         if named in _BLIND and len(self.replicas) != 1:

@@ -46,7 +46,7 @@ from foreword.offload.ring import (
 )
 from foreword.offload.ring_copies import RingCopies
 from foreword.offload.writer import WriteBehind
-from foreword.store.background import use_background_cores
+from foreword.store.background import background_thread
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore, Tiers
@@ -211,8 +211,7 @@ class DirectTier(DirectCopies):
         self._copies: queue.SimpleQueue[tuple[list[_Save], Event] | None] = queue.SimpleQueue()
         self._pinned: PinnedMemory | None = None
         self._memory: TierMemory | None = None
-        self._thread = threading.Thread(target=self._run, name="foreword-publish", daemon=True)
-        self._thread.start()
+        self._thread = background_thread(self._run, "publish")
         if pinning is None:
             self._begin()
         else:
@@ -376,7 +375,6 @@ class DirectTier(DirectCopies):
     # Publishing, on a thread of its own
 
     def _run(self) -> None:
-        use_background_cores()
         while (taken := self._copies.get()) is not None:
             saves, event = taken
             try:

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from foreword.offload import numa
-from foreword.store.background import lower_priority, use_background_cores
+from foreword.store.background import background_thread
 
 log = logging.getLogger("foreword.offload")
 PIN_BYTES: Final = 256 << 20
@@ -121,14 +121,12 @@ class PinnedMemory:
         self._address, self._piece = address, piece
         self._pinning, self._ready = pinning, ready
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="foreword-pin", daemon=True)
+        self._thread = background_thread(self._run, "pin", nice=_PINNING_NICE, start=False)
 
     def start(self) -> None:
         self._thread.start()
 
     def _run(self) -> None:
-        use_background_cores()
-        lower_priority(_PINNING_NICE)
         ready: bool | None = None
         self._pinning.place(self._address, self.size)
         while self.end < self.size and not self._stopped.is_set() and ready is not False:
