@@ -1,18 +1,19 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
-Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a tokenizer. The rest
-is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes
-of misses, and the warm-up of replicas that join. The classes here are what a router does without them.
+Some are imported when a setting needs them: the endpoint picker for gateways, watches of replicas in files, DNS or Kubernetes,
+the audit of hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a
+tokenizer. The rest is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the
+dashboard, causes of misses, disaggregated prefill, the warm-up and the measurement of replicas that join. The classes here are
+what a router does without them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from msgspec import Struct
@@ -28,18 +29,23 @@ from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
 from foreword.plugins import of_product
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
-from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
+from foreword.router.replicas import ReplicaInfo, ReplicaProbe, ReplicaSpec, Upstream
 from foreword.router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
     from foreword.ledger import UsageLedger
     from foreword.observability.tracing import Tracer
+    from foreword.router.attempt import Attempt
+    from foreword.router.proxied_request import ProxiedRequest
     from foreword.router.replica_pool import ReplicaPool
     from foreword.router.service import Router
     from foreword.routing.cost_kinds import CostKinds
-    from foreword.routing.fleet import Fleet
+    from foreword.routing.fleet import Disaggregation, Fleet
     from foreword.tokens.tokenizer import Tokenizer
+
+# Makes the replicas from a source, named second, equal to those given first. The URLs given last get no requests.
+ApplyReplicas = Callable[[list[ReplicaSpec], str, Collection[str]], None]
 
 _EXTRAS: Final = "foreword.router_extras:EXTRAS"
 _MISSING: Final = "needs the package foreword-route-extras beside foreword-route"
@@ -134,6 +140,25 @@ class WarmUp:
         """Let a replica that is about to join prefetch common prefixes, within the time limit."""
 
 
+class SpeedProbes:
+    """Measurements of how fast replicas are before their first requests; here of a router without them, which learns it from
+    requests. Runs on the event loop."""
+
+    def measures(self, info: ReplicaInfo) -> bool:
+        """Whether such a replica is measured."""
+        return False
+
+    async def measure_before(self, probe: ReplicaProbe, upstream: Upstream, info: ReplicaInfo) -> bool:
+        """Measure a replica that is about to join, while others serve requests. Whether to measure it later: it was busy."""
+        return False
+
+    async def measure_idle(self, probe: ReplicaProbe, upstream: Upstream, joined: Callable[[], Fleet | None]) -> None:
+        """Measure a replica that takes requests already, as soon as it has none. A request that is sent there cancels that.
+
+        `joined`: the replica's fleet; None once it has left or joined again.
+        """
+
+
 class Translation(ABC):
     """A request of a dialect that its replicas need not know: they get it as a chat completion.
 
@@ -207,15 +232,12 @@ class RouterExtras(ABC):
         """Answers gateways on `config.picker` in this block. Raises ConfigError."""
 
     @abstractmethod
-    def check_services(self, config: RouterConfig) -> None:
-        """Raises ConfigError for `config.replica_services` that cannot be watched."""
+    def check_sources(self, config: RouterConfig) -> None:
+        """Raises ConfigError for a file, DNS names or Services of replicas that cannot be watched."""
 
     @abstractmethod
-    async def watch_service(
-        self, config: RouterConfig, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
-    ) -> None:
-        """Watch a Service, given as in `replica_services`, until cancelled. `changed` gets its name and all its replicas, and
-        whether each is ready, after every change."""
+    def watch_sources(self, config: RouterConfig, apply: ApplyReplicas) -> Iterable[Coroutine[Any, Any, None]]:
+        """Watch the file, DNS names and Services of replicas, until cancelled."""
 
     @abstractmethod
     def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:
@@ -228,6 +250,19 @@ class RouterExtras(ABC):
     @abstractmethod
     def warm_up(self, auth: RouterAuth, metrics: RouterMetrics, seconds: float) -> WarmUp:
         """Warm-up with this time limit for one replica; 0 turns it off."""
+
+    @abstractmethod
+    def speed_probes(self, seconds: float) -> SpeedProbes:
+        """Measurements, with so many seconds for a prompt; 0 turns them off."""
+
+    @abstractmethod
+    def disaggregation(self, min_tokens: int) -> Disaggregation:
+        """When a prompt with so many tokens to compute, or more, is computed on a prefill replica."""
+
+    @abstractmethod
+    async def prefilled(self, proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:
+        """Compute a prompt on the prefill replica, as far as the decode replica needs that: its `kv_transfer_params`. None if
+        that one has to compute the prompt."""
 
     @abstractmethod
     def misses(self, router: Router, config: ServerConfig) -> Misses:

@@ -25,7 +25,7 @@ from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, Unk
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
-from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, extras_for, installed_extras, order_for
+from foreword.router.extras import Audit, Misses, Prefixes, SpeedProbes, WarmUp, extras_for, installed_extras, order_for
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
@@ -43,11 +43,10 @@ from foreword.router.replicas import (
 )
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.silence import why_lost
-from foreword.router.speed_probe import SpeedProbes
 from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
 from foreword.routing.cost_kinds import CostKinds
 from foreword.routing.event_feed import KvEventFeed
-from foreword.routing.fleet import Fleet
+from foreword.routing.fleet import Disaggregation, Fleet
 from foreword.tasks import background, shared
 
 if TYPE_CHECKING:
@@ -132,7 +131,6 @@ class Router:
         self.server_config = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
-        self.speeds = SpeedProbes(given.measure_seconds)
         self.cost_kinds = CostKinds()
         self._use_extras(config)
         self.stopping = asyncio.Event()
@@ -153,7 +151,8 @@ class Router:
     def _use_extras(self, config: Config) -> None:
         """Raises ConfigError for a setting of extras that are not installed, or that cannot work."""
         given = config.router
-        self.prefixes, self.warm_up, self.misses = Prefixes(), WarmUp(), Misses()
+        self.prefixes, self.warm_up, self.misses, self.speeds = Prefixes(), WarmUp(), Misses(), SpeedProbes()
+        self._disaggregation: Disaggregation | None = None
         self.tracer: Tracer | None = None
         self.ledger: UsageLedger | None = None
         needed = {"--prefix-file": given.prefix_file, "--record": config.server.record, _COST_FILE: given.cost_file}
@@ -163,6 +162,8 @@ class Router:
             self.prefixes = extras.prefixes(self, given.prefix_file)
             self.warm_up = extras.warm_up(self.auth, self.metrics, given.warm_seconds)
             self.misses = extras.misses(self, config.server)
+            self.speeds = extras.speed_probes(given.measure_seconds)
+            self._disaggregation = extras.disaggregation(given.min_prefill)
         if config.server.otlp_endpoint is not None:
             self.tracer = extras_for("--otlp-endpoint").tracer(config.server.otlp_endpoint)
         if config.server.usage_ledger is not None:
@@ -230,7 +231,9 @@ class Router:
     # Replicas
 
     def add(self, spec: ReplicaSpec, source: str) -> Upstream:
-        """Add a replica. Raises ConfigError for a duplicate."""
+        """Add a replica. Raises ConfigError for a duplicate, and for one that only prefills without the extras."""
+        if spec.role == "prefill":
+            extras_for(f"replica {spec.url}: role=prefill")
         if spec.url in self.upstreams:
             raise ConfigError(f"there is a replica {spec.url} already")
         breaker = ReplicaBreaker(self.config.failures)
@@ -514,7 +517,9 @@ class Router:
         upstream.isolation_problem = self._isolation_problem(info)
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights, self.cost_kinds)
+            pool = self.pools[model] = ReplicaPool(
+                model, self.config, self.auth.weights, self.cost_kinds, self._disaggregation
+            )
             self.misses.follow(pool.fleet)
         self._subscribe(upstream, pool)
         pool.add(upstream)

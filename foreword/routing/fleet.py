@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
 from foreword.routing.cost_kinds import CostKinds, Measurement
@@ -31,7 +31,6 @@ from foreword.routing.directory import (
     InFlightPrefixes,
     Reach,
 )
-from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.placement import (
     USUAL_OUTPUT,
     USUAL_SHARE,
@@ -173,13 +172,27 @@ class PlacedRequest(SentRequest):
         self.decoding.load.finished(self, now)
 
 
+class Disaggregation(Protocol):
+    """When prompts are computed on another replica than the one that decodes (`disaggregation.DisaggregationPolicy`)."""
+
+    def choose(
+        self,
+        query: PlacementQuery,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+        policy: Policy,
+        home: str | None = None,
+    ) -> Decision:
+        """A decision; its `prefill` is set if two replicas share the request."""
+
+
 class Fleet:
     """All replicas of one model, and the placement of requests.
 
     Args:
         policy: the placement policy (`policies.policy_named`).
         directory: blocks known from KV events; shared with the event feeds.
-        disaggregation: when prompts are computed on a separate replica, if there are prefill replicas.
+        disaggregation: when prompts are computed on a separate replica; without it prefill replicas get no requests.
         kinds: learned costs by kind of replica; shared with the fleets of other models.
 
     Attributes:
@@ -193,14 +206,14 @@ class Fleet:
         *,
         directory: Directory | None = None,
         sessions: SessionTable | None = None,
-        disaggregation: DisaggregationPolicy | None = None,
+        disaggregation: Disaggregation | None = None,
         kinds: CostKinds | None = None,
     ) -> None:
         self.policy = policy or CostPolicy()
         # Both are empty at first, and what is empty counts as false.
         self.directory = directory if directory is not None else Directory()
         self.sessions = sessions if sessions is not None else SessionTable()
-        self.disaggregation = disaggregation or DisaggregationPolicy()
+        self.disaggregation = disaggregation
         self.replicas: dict[str, ReplicaState] = {}
         self.sessions_moved = 0
         self.on_finished: Callable[[PlacedRequest], None] | None = None
@@ -348,7 +361,7 @@ class Fleet:
 
     def _choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None) -> Decision:
         decode = [one for one in candidates if self.replicas[one.name].role != "prefill"]
-        if len(decode) == len(candidates):
+        if len(decode) == len(candidates) or self.disaggregation is None:
             return self.policy.choose(query, decode, home)
         prefill = [one for one in candidates if self.replicas[one.name].role != "decode"]
         return self.disaggregation.choose(query, prefill, decode, self.policy, home)
