@@ -44,15 +44,13 @@ from foreword.offload.ring import (
     TierMemory,
     copies_of,
 )
-from foreword.offload.ring_copies import RingCopies
 from foreword.offload.writer import WriteBehind
 from foreword.store.background import background_thread
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
-from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore, Tiers
 
 if TYPE_CHECKING:
-    from foreword.offload.device import DeviceCopies, Event
+    from foreword.offload.device import Event
     from foreword.offload.load import StoreLoad
     from foreword.offload.staging import StagingArena
     from foreword.store.base import Loan, Name, ReservedSlots
@@ -216,7 +214,7 @@ class DirectTier(DirectCopies):
             self._begin()
         else:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            self._pinned = PinnedMemory(memory, address, len(memory), pinning, self._begin, self._move)
+            self._pinned = PinnedMemory(memory, address, len(memory), pinning, self._begin)
             self._pinned.start()
 
     # The start
@@ -248,11 +246,6 @@ class DirectTier(DirectCopies):
         else:
             log.info("the device copies blocks directly to and from %s, and seals and checks them", self.tier.label)
         return self.usable
-
-    def _move(self, memory: memoryview) -> bool:
-        """Put other memory in place of the tier's, if no block is in use."""
-        store = self.tier.store
-        return isinstance(store, MemoryStore) and store.move_to(memory)
 
     def _test(self) -> str:
         """Let the device seal and check frames in the tier's own memory. Returns what is wrong; "" if nothing is."""
@@ -302,7 +295,7 @@ class DirectTier(DirectCopies):
     def _tier_memory(self, memory: memoryview | bytes, stride: int) -> TierMemory:
         known = self._memory
         if known is None or known.stride != stride:
-            cut = sys.maxsize if self._pinned is None or self._pinned.moved else PIN_BYTES
+            cut = sys.maxsize if self._pinned is None else PIN_BYTES
             self._memory = known = TierMemory.of(memory, stride, cut)
         return known
 
@@ -529,15 +522,8 @@ def _open(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> Dir
     if ring is None or memory is None:
         log.warning("store.direct has no effect: %s; blocks go through the staging arena", reason)
         return None
-    staging.use(partial(_through, ring, staging))
     pinning = CudaPinning(staging.device) if is_cuda(staging.device) else None
     return DirectTier(store, memory, ring, lambda group, units: staging.places(group, units), writer, pinning)
-
-
-def _through(ring: DeviceRing, staging: StagingArena, arena: torch.Tensor) -> DeviceCopies:
-    """The copies of the staging arena, which need no memory of the device besides the ring."""
-    assert staging.queues is not None
-    return RingCopies(arena, staging.planes(), ring, staging.queues)
 
 
 def is_cuda(device: torch.device) -> bool:

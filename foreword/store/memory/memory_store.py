@@ -251,14 +251,7 @@ class MemoryArena:
             with contextlib.suppress(OSError):  # the kernel does not support it: slower, but correct
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
-        self.address = _address(self.view)
-
-    @classmethod
-    def over(cls, memory: memoryview) -> MemoryArena:
-        """Other memory, which its view keeps."""
-        arena = cls.__new__(cls)
-        arena.size, arena.view, arena.address = memory.nbytes, memory, _address(memory)
-        return arena
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def write(self, offset: int, data: memoryview, size: int = 0) -> None:
         """Copy `data` to `offset`, and what lies behind it in memory up to `size` bytes."""
@@ -357,21 +350,6 @@ class MemoryStore(LocalRecords):
     def memory(self) -> memoryview | None:
         arena = self._arena
         return None if arena is None else arena.view
-
-    def move_to(self, memory: memoryview) -> bool:
-        """Keep blocks in other memory, of the same size, from now on; those that it has are gone. False, and nothing changes,
-        while one is in use or pinned."""
-        with self._lock:
-            if self._arena is None or memory.nbytes != self._size or self._slots.held:
-                return False
-            for name, slot in [*self._slots.chains.index.items()]:
-                self._slots.remove(slot)
-                self._evictions += 1
-                if self.on_evicted is not None:
-                    self.on_evicted(name)
-            self._populator.stop()
-            self._arena = MemoryArena.over(memory)
-            return True
 
     @staticmethod
     def check_options(
