@@ -110,7 +110,7 @@ class InstalledExtras(RouterExtras):
         prefixes = router.prefixes
         assert isinstance(prefixes, RouterPrefixes), "the router has those of this package"
         server = router.server_config
-        responses = StoredResponses(parse_bytes(server.response_memory), server.response_ttl)
+        responses = StoredResponses(parse_bytes(server.response_memory))
         translated_api.add_routes(routes, router, responses)
         fleet_erasures.add_routes(routes, router, prefixes, responses)
         prefixes_api.add_routes(routes, router, prefixes)

@@ -38,6 +38,7 @@ from foreword.router_extras.gateway.picker import (
     DESTINATION,
     FAULTS_OF_CLIENTS,
     PICK,
+    PICK_SECONDS,
     ROUTE,
     Answer,
     Picker,
@@ -401,7 +402,7 @@ class _Exchange:
                 await asyncio.wait((work,), timeout=_ASK_FOR_TIME_SECONDS)
                 if not work.done():
                     more = envoy.ProcessingResponse()
-                    more.override_message_timeout.FromSeconds(int(picker.router.config.picker_timeout) + _MORE_SECONDS)
+                    more.override_message_timeout.FromSeconds(int(PICK_SECONDS) + _MORE_SECONDS)
                     await self._write(more)
             answer = await work
         except BaseException:

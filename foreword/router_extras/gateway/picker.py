@@ -33,6 +33,7 @@ from foreword.router.suspicious import SuspiciousRequest
 from foreword.router_extras.translation import chat_request
 
 _FRESH_SECONDS: Final = 5.0
+PICK_SECONDS: Final = 10.0  # that a gateway's request may wait until a replica is chosen
 _RESOLVE_SECONDS: Final = 2.0
 
 
@@ -204,7 +205,7 @@ class Picker:
         request = await self._parsed(head, raw)
         came = request.body.raw
         try:
-            async with asyncio.timeout(router.config.picker_timeout):
+            async with asyncio.timeout(PICK_SECONDS):
                 request = router.order.arranged(request, router.pool(request.model).model)
                 routed = await self._routed(head, tenant, request, arrived, among)
                 attempt = await routed.place()
@@ -218,7 +219,7 @@ class Picker:
                 name = router.attempt_name(head.id)
                 return Answer(name, {**dict.fromkeys(_OWN_HEADERS), PICK: name}, _body(request, salt, came))
             if isinstance(error, TimeoutError):
-                raise QueueFull(f"No replica had room within {router.config.picker_timeout:g} s") from None
+                raise QueueFull(f"No replica had room within {PICK_SECONDS:g} s") from None
             raise
         try:
             return await self._answer(head, routed, attempt, request, came, among)
