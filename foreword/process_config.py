@@ -185,6 +185,8 @@ class RouterConfig:
             Service, watched through its EndpointSlices.
         kubernetes_api: URL of the Kubernetes API server; by default that of the cluster in which the router runs.
         kubernetes_credentials: folder with the files `token` and `ca.crt` for the Kubernetes API; read again when they change.
+        pod_deletion_cost: write into the pods of `replica_services` how many blocks they hold, so that Kubernetes removes the
+            pod with the fewest first (`controller.kubernetes.io/pod-deletion-cost`). The router must be allowed to patch pods.
         replica_key: API key for calls to replicas; by default the caller's key.
         policy: routing policy: cost (lowest expected time to first token), random, round-robin, least-loaded, least-tokens,
             consistent-hashing, longest-prefix, two-choices, or a policy of an installed package.
@@ -236,6 +238,7 @@ class RouterConfig:
     replica_services: tuple[str, ...] = ()
     kubernetes_api: str | None = None
     kubernetes_credentials: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+    pod_deletion_cost: bool = False
     replica_key: str | None = field(default=None, repr=False)
     policy: str = "cost"
     tokenizer: str | None = None
@@ -272,6 +275,8 @@ class RouterConfig:
         check_section("router", self)
         if self.picker is None and (self.picker_open or self.picker_tls_certificate_file or self.picker_tls_key_file):
             raise ConfigError("router.picker_open and the picker's certificate need router.picker (--picker)")
+        if self.pod_deletion_cost and not self.replica_services:
+            raise ConfigError("router.pod_deletion_cost needs router.replica_services (--replica-service)")
 
 
 def check_source(source: str, what: str) -> bool:

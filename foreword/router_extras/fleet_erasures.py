@@ -15,9 +15,9 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.stored_responses import StoredResponses
 from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
-from foreword.router.passthrough import chosen, send_once
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
+from foreword.router_extras.fan_out import chosen, send_once
 from foreword.router_extras.router_prefixes import RouterPrefixes
 
 _ANSWER_SECONDS: Final = 60.0  # a replica may have much to erase

@@ -52,10 +52,10 @@ class InstalledExtras(RouterExtras):
 
         check_sources(config)
 
-    def watch_sources(self, config: RouterConfig, apply: ApplyReplicas) -> Iterable[Coroutine[Any, Any, None]]:
+    def watch_sources(self, router: Router, apply: ApplyReplicas) -> Iterable[Coroutine[Any, Any, None]]:
         from foreword.router_extras.watched_replicas import watch_sources
 
-        return watch_sources(config, apply)
+        return watch_sources(router, apply)
 
     def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:
         from foreword.router_extras.replica_audit import ReplicaAudit
