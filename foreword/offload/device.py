@@ -79,9 +79,7 @@ class CudaQueues:  # pragma: no cover - needs a GPU
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._computing = follow_stream(device)
-        # The model's kernels run first: the lowest priority, a larger number than others.
-        self._lowest = max(torch.cuda.Stream.priority_range())  # type: ignore[call-arg]
-        self._saving: Any = torch.cuda.Stream(device, priority=self._lowest)  # type: ignore[no-untyped-call]
+        self._saving: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._loading = threading.local()
 
     def _stream(self, stream: Stream) -> Any:
@@ -90,7 +88,7 @@ class CudaQueues:  # pragma: no cover - needs a GPU
         if stream is Stream.SAVE:
             return self._saving
         if not hasattr(self._loading, "stream"):
-            self._loading.stream = torch.cuda.Stream(self._device, priority=self._lowest)  # type: ignore[no-untyped-call]
+            self._loading.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return self._loading.stream
 
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:

@@ -90,9 +90,7 @@ class DirectCopies(ABC):
 
     @abstractmethod
     def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[DirectLoad, None, None]:
-        """Queue the copies of `count` blocks of a load, from number `done` on, a part with each step, up to the first that the
-        tier does not have. It ends early where there is no room until the deadline, which is the load's after the first part,
-        or nothing may be copied any more."""
+        """Queue the copies of blocks of a load, part by part; it ends early where one is missing, or there is no room in time."""
 
     @abstractmethod
     def close(self) -> None:

@@ -274,11 +274,9 @@ class OffloadManager:
         begun = 0
         with contextlib.closing(direct.loads(store_load, done, count, deadline)) as loads:
             while True:
-                # Room comes back when copies have ended: first that of this load.
                 while queued and (len(queued) >= direct.loads_at_once or not direct.has_room):
                     self._await_copy(store_load, queued)
-                load = next(loads, None)
-                if load is None:
+                if (load := next(loads, None)) is None:
                     return begun
                 queued.append(_GroupCopy(load.copied, [], [], load))
                 begun += load.count
