@@ -17,6 +17,7 @@ from foreword.router.app import create_front
 from foreword.router.replica_pool import ReplicaPool, key_model
 from foreword.router.replicas import ReplicaBreaker, ReplicaEvents, ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.router import Router
+from foreword.router_extras import EXTRAS
 from foreword.router_extras.gateway.picker import DESTINATION, PREFILL, Picker
 from foreword.routing.event_feed import KvEventFeed
 
@@ -51,7 +52,10 @@ class Fleet:
 
     def __init__(self, *flags: str) -> None:
         self.router = Router(_config("--replica", "http://10.0.0.1:1", *flags))
-        self.pool = self.router.pools["m"] = ReplicaPool("m", self.router.config, {})
+        config = self.router.config
+        self.pool = self.router.pools["m"] = ReplicaPool(
+            "m", config, {}, disaggregation=EXTRAS.disaggregation(config.min_prefill)
+        )
         self.picker = Picker(self.router)
 
     def add(self, name: str, weights: str | None, role: str = "both") -> None:
