@@ -78,7 +78,7 @@ _RULES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check found out about one step on the way of a prompt's KV to a store and back.
+    """Finding of a check about one step on the way of a prompt's KV to a store and back.
 
     Attributes:
         ok: None if it could not be looked at, or holds with a restriction.
