@@ -17,8 +17,8 @@ from foreword.router.app import create_front
 from foreword.router.replica_pool import ReplicaPool, key_model
 from foreword.router.replicas import ReplicaBreaker, ReplicaEvents, ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.router import Router
-from foreword.router_extras import EXTRAS
 from foreword.router_extras.gateway.picker import DESTINATION, PREFILL, Picker
+from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.event_feed import KvEventFeed
 
 TOKENS = list(range(1, 2001))
@@ -52,9 +52,8 @@ class Fleet:
 
     def __init__(self, *flags: str) -> None:
         self.router = Router(_config("--replica", "http://10.0.0.1:1", *flags))
-        config = self.router.config
         self.pool = self.router.pools["m"] = ReplicaPool(
-            "m", config, {}, disaggregation=EXTRAS.disaggregation(config.min_prefill)
+            "m", self.router.config, {}, disaggregation=DisaggregationPolicy()
         )
         self.picker = Picker(self.router)
 
