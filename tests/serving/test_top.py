@@ -108,7 +108,7 @@ def test_a_server_behind_a_router(tmp_path: Path) -> None:
         (200, b"", False, "it is no vLLM, SGLang, Foreword server or router"),
         (200, b"\xff\xfe\x00", False, "is not Prometheus' text format"),
         (200, b"# x" + b" " * 4000 + b"\n", True, "its metrics have more than 8 MiB"),
-        (200, b'vllm:a 1 #  {x="y"} 2\n', False, "is not Prometheus' text format"),
+        (200, b'vllm:a_bucket{le="1",\t="\\n"} 1\n', False, "is not Prometheus' text format"),
         (401, b"no", False, "HTTP 401"),
     ],
 )
