@@ -163,6 +163,11 @@ CANNOT_RUN = [
     (server_of(role="prefill", replicas=0), "replicas"),
     (server_of(surge=-1), "surge"),
     ({**server_of(), "autoscaling": {"namespaceLabel": "a-b"}}, "namespaceLabel"),
+    # What the chart writes itself would stand twice.
+    (server_of(pod={"securityContext": {}}), "securityContext"),
+    (server_of(pod={"volumes": []}), "volumes"),
+    (routers(pod={"terminationGracePeriodSeconds": 5}), "terminationGracePeriodSeconds"),
+    ({"servers": {"router": {"kind": "vllm", "image": "x"}}}, "router"),
 ]
 
 
@@ -181,11 +186,24 @@ def test_values_that_cannot_run(values: dict[str, Any], named: str) -> None:
         {"stores": ["disk:///cache?size=2GiB&owner=any", "disk:///cache/b?size=1GB"], "cache": {"sizeLimit": "3Gi"}},
         {"stores": ["disk:///dev/shm/kv?size=9GiB", "s3://b/p", "redis+sentinel://a/m"], "cache": {"sizeLimit": "3Gi"}},
         {"stores": ["disk:///cache?size=1.5TiB"]},
+        {"home": {"sizeLimit": "100Gi"}, "env": [{"name": "HOME", "value": "/cache"}]},
     ],
 )
 def test_values_that_can_run(more: dict[str, Any]) -> None:
-    """A disk that fits, one in memory, and one on a volume without a limit are rendered."""
-    assert workloads(rendered(server_of(**more)))
+    """A disk that fits, one in memory, one on a volume without a limit, and a limited HOME in another place are rendered. Each
+    volume has a kind, and no variable stands twice."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    objects = rendered({**server_of(**more), "router": {"autoscaling": None}})
+    for one in objects:
+        schemas.validate(one, "1.29", strict=True)
+    [template] = [
+        one["spec"]["template"]
+        for one in objects
+        if one["metadata"]["name"].endswith("-llama") and "template" in one["spec"]
+    ]
+    assert all(len(volume) == 2 for volume in template["spec"]["volumes"])
+    names = [one["name"] for one in container(template)["env"]]
+    assert len(set(names)) == len(names)
 
 
 def test_chart_without_replicas() -> None:

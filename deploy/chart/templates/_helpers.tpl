@@ -94,3 +94,12 @@ the server's name and values. Without size= a disk store has 64 GiB. */}}
 {{- end }}
 {{- end }}
 {{- end }}
+
+{{- /* A volume without its name. Argument: its kind with settings, those of an emptyDir alone, or nothing for a plain emptyDir. */}}
+{{- define "foreword.volume" -}}
+{{- if or (not .) (hasKey . "sizeLimit") (hasKey . "medium") -}}
+{{- toYaml (dict "emptyDir" (. | default dict)) }}
+{{- else -}}
+{{- toYaml . }}
+{{- end }}
+{{- end }}
