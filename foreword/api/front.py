@@ -419,10 +419,10 @@ class Front:
         self.ready(route)
         if route.meter is Meter.FREE:
             return
-        call.metered = True
         if self.quotas.limited:
             continued = route.meter is Meter.CONTINUED
             call.admitted = self.quotas.admit(call.tenant.name, call.arrived, continued=continued)
+        call.metered = True
         if self.tracer is not None:
             attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
             call.span = self.tracer.request(self.span_name, call.headers, attributes)

@@ -37,6 +37,8 @@ PASSED: Final[Mapping[str, DialectName]] = {
 _INVOKED: Final[Mapping[str, DialectName]] = {"messages": "chat", "prompt": "completions"}
 # Dialects that replicas need not know, as far as they are installed.
 TRANSLATED: Final = tuple(name for name in DIALECTS if name not in _INVOKED.values())
+# Replicas send the ids of the prompt again with each choice.
+_MOST_WITH_IDS: Final = 16
 # Fields that only the router may set.
 ROUTER_FIELDS: Final = frozenset(("salt", "cache_salt", "priority", "request_id", "kv_transfer_params", "continuation"))
 
@@ -110,8 +112,14 @@ def replica_body(
 def asks_ids(request: GenerateRequest, kind: str) -> bool:
     """Whether the router wants token ids in a stream: with them vLLM leaves the prompt out of its echo. A plain OpenAI server
     does not know them."""
-    can_go_on = request.single or kind == "foreword" or is_repeatable(request)
+    several = (kind == "foreword" or is_repeatable(request)) and choices_of(request) <= _MOST_WITH_IDS
+    can_go_on = request.single or several
     return kind != "openai" and len(request.prompts) <= 1 and can_go_on and not (request.echo and kind == "vllm")
+
+
+def choices_of(request: GenerateRequest) -> int:
+    """The number of choices that were asked for, of all prompts."""
+    return max(int(request.sampling.get("n") or 1), 1) * max(len(request.prompts), 1)
 
 
 def is_repeatable(request: GenerateRequest) -> bool:

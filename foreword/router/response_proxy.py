@@ -626,7 +626,8 @@ class _ResponseProxy:
             raise error
         logger.warning("request %s ends with an error: %s", self.proxied.request_id, error.message)
         self.proxied.call.failure = error
-        await self.client.write(self._error_event(error))
+        held = self.stream.take_finish() if self.proxied.translation is None else b""
+        await self.client.write(held + self._error_event(error))
         await self._close()
 
     def _error_event(self, error: ForewordError) -> bytes:

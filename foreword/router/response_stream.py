@@ -20,7 +20,7 @@ from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.choice_stream import ChoiceStream
 from foreword.router.continuation import ContinuedResponse, StreamPosition
-from foreword.router.replica_body import TRANSLATED, asks_ids
+from foreword.router.replica_body import TRANSLATED, asks_ids, choices_of
 from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 _MOST_HELD: Final = 1 << 18  # bytes of events that are held back
-# More choices than these are forwarded, and not continued.
+# More choices than these are forwarded and counted, and not remembered.
 _MOST_CHOICES: Final = 1024
 _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_report", "kv_transfer_params"))
 _NO_USAGE: Final = b',"usage":null'
@@ -43,10 +43,10 @@ _encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 class _Source:
     """The replica whose events come: what is cut out of them."""
 
-    __slots__ = ("compares", "hides_ids", "is_vllm", "unstamped")
+    __slots__ = ("asks_ids", "compares", "hides_ids", "is_vllm", "unstamped")
 
     def __init__(self) -> None:
-        self.unstamped = self.compares = self.is_vllm = self.hides_ids = False
+        self.unstamped = self.compares = self.is_vllm = self.asks_ids = self.hides_ids = False
 
 
 class ResponseStream:
@@ -61,7 +61,7 @@ class ResponseStream:
         head: fields that all chunks share, such as the id.
         opened: a chunk was sent. `begun`: a chunk with output was received, or the end of one of several choices.
         done: the end of the stream was sent.
-        cut: the router found the end of the last choice; the replica would continue.
+        cut: all choices have ended, of some the router found the end; the replica would continue.
         converts: after a failover the router converts the rest. `resumed`: the replica writes it as if it were the first.
         stamp: the `system_fingerprint` with which the response began; None if there was none. last_stamp: the last replica's.
         holds_end: the end of the stream is held back, for a cache report in its usage. `end_held`: it is complete.
@@ -71,7 +71,8 @@ class ResponseStream:
         self.request = request
         self.reader = AnswerReader()
         self.prompt_ids: list[int] = []
-        self.choices = tuple(ChoiceStream() for _ in range(min(_choices_of(request), _MOST_CHOICES)))
+        self._count = self._unfinished = choices_of(request)
+        self.choices = tuple(ChoiceStream() for _ in range(min(self._count, _MOST_CHOICES)))
         self.exact = len(request.prompts) <= 1
         self.text_only = True
         self.head: dict[str, Any] = {}
@@ -79,7 +80,7 @@ class ResponseStream:
         self.begun = False
         self.usage_sent = False
         self.done = False
-        self.cut = False
+        self.cut = self._any_cut = False
         self.converts = self.resumed = False
         self.stamp: str | None = None
         self.last_stamp: str | None = None
@@ -88,8 +89,7 @@ class ResponseStream:
         self._source = _Source()
         self._last: tuple[dict[str, Any], UsageCounts] | None = None
         self._restarted = self._refused = False
-        self._pieces = 0  # of output that is not in a choice's text
-        self._unfinished = len(self.choices)
+        self._pieces = 0  # of output without token ids
         self._held = self._finish = b""
 
     @property
@@ -131,7 +131,7 @@ class ResponseStream:
         counts, begins_with_0 = self.reader.counts, self.request.dialect in TRANSLATED
         if counts.prompt is not None and (counts.output or (counts.output == 0 and not begins_with_0)):
             return counts.usage
-        output = self.tokens or self._pieces or sum(len(choice.sent_text) for choice in self.choices) // 4
+        output = self.tokens or max(self._pieces, sum(len(choice.sent_text) for choice in self.choices) // 4)
         return TokenUsage(counts.prompt or len(self.prompt_ids), output, counts.cached or 0)
 
     def next_response(self, kind: str) -> None:
@@ -139,7 +139,8 @@ class ResponseStream:
         sends null where there is nothing, and the fingerprint of its settings last."""
         source = self._source
         source.unstamped, source.compares, source.is_vllm = True, kind == "foreword" and self.begun, kind == "vllm"
-        source.hides_ids = asks_ids(self.request, kind) and not self.request.return_token_ids
+        source.asks_ids = asks_ids(self.request, kind)
+        source.hides_ids = source.asks_ids and not self.request.return_token_ids
 
     def restart(self) -> None:
         """Another replica starts again. The client may already have the first chunk, which has the role."""
@@ -213,12 +214,19 @@ class ResponseStream:
     def _ends_early(self) -> bool:
         """Whether a replica has sent fewer choices than were asked for, all of them to their end."""
         begun = [one for one in self.choices if one.finish_reason or one.tokens or one.text or one.without_ids]
-        return not self._source.hides_ids and bool(begun) and all(one.finish_reason for one in begun)
+        known = not self._source.asks_ids and self._count == len(self.choices)
+        return known and bool(begun) and all(one.finish_reason for one in begun)
+
+    def take_finish(self, stamp: str | None = None) -> bytes:
+        """The chunks that were held back, with vLLM's fingerprint of its settings."""
+        held, self._finish = self._finish, b""
+        has_stamp = stamp is None or b'"system_fingerprint":' in held
+        return held if has_stamp else held.replace(b"}\n\n", b',"system_fingerprint":%b}\n\n' % _encode(stamp))
 
     def held_end(self, miss: Miss | None) -> bytes:
         """The end that was held back. The cause of the cache miss stands beside the usage."""
         self.end_held = False
-        last = self._take_finish()
+        last = self.take_finish()
         if self._last is not None:
             chunk, counts = self._last
             report = {} if miss is None else {"cache_report": report_of(counts, miss)}
@@ -292,11 +300,14 @@ class ResponseStream:
     def _remember(self, chunk: AnswerChunk, choice: AnswerChoice, text: str) -> ChoiceStream:
         """Note what a continuation will need."""
         prompt, ids, index = chunk.prompt_token_ids or choice.prompt_token_ids, choice.token_ids, choice.index
-        if index >= len(self.choices):  # more than were asked for
-            self.exact, index = False, 0
-        stream = self.choices[index]
+        if index < len(self.choices):
+            stream = self.choices[index]
+        else:  # more than are remembered, or than were asked for
+            self.exact, stream = False, ChoiceStream() if index < self._count else self.choices[0]
         if prompt and self.exact:
             self.prompt_ids = prompt
+        if not ids and (text or self.reader.other):
+            self._pieces += 1
         if ids:
             stream.tokens += ids
         elif self.reader.other:
@@ -310,7 +321,7 @@ class ResponseStream:
             self.text_only = False
         if choice.finish_reason and stream.finish_reason is None:
             stream.finish_reason = choice.finish_reason
-            self._unfinished -= 1
+            self._unfinished = max(self._unfinished - 1, 0)
         return stream
 
     def _is_dropped(self, chunk: AnswerChunk, choice: AnswerChoice, stream: ChoiceStream) -> bool:
@@ -356,14 +367,8 @@ class ResponseStream:
             sent = b"data: " + data + b"\n\n" if cuts else event.raw + b"\n\n"
         if finishes and source.is_vllm and not self.request.include_usage:
             self._finish += sent
-            return self._take_finish() if len(self._finish) > _MOST_HELD else None
+            return self.take_finish() if len(self._finish) > _MOST_HELD else None
         return sent
-
-    def _take_finish(self, stamp: str | None = None) -> bytes:
-        """The chunks that were held back, with vLLM's fingerprint of its settings."""
-        held, self._finish = self._finish, b""
-        has_stamp = stamp is None or b'"system_fingerprint":' in held
-        return held if has_stamp else held.replace(b"}\n\n", b',"system_fingerprint":%b}\n\n' % _encode(stamp))
 
     def _written(self, event: ServerSentEvent) -> bytes:
         """The chunk written anew."""
@@ -388,7 +393,8 @@ class ResponseStream:
                 found.append(made)
             if stream.finish_reason is not None and not had_ended:
                 self._unfinished -= 1
-                self.cut = cut and not self._unfinished
+                self._any_cut |= cut
+                self.cut = self._any_cut and not self._unfinished
         if not found:
             return None
         extra = {"usage": None} if self.request.include_usage else {}
@@ -396,7 +402,7 @@ class ResponseStream:
 
     def _usage_chunk(self, event: ServerSentEvent, chunk: AnswerChunk) -> bytes | None:
         if not self.request.include_usage:
-            return self._take_finish(chunk.system_fingerprint) or None
+            return self.take_finish(chunk.system_fingerprint) or None
         self.usage_sent = True
         found = self._usage() if self.converts else (_decode(event.data), self.reader.counts)
         if self.holds_end and chunk.usage:
@@ -405,10 +411,6 @@ class ResponseStream:
         if self.converts:
             return self.encode(found[0])
         return self.encode({**found[0], **self.head}) if self._restarted else event.raw + b"\n\n"
-
-
-def _choices_of(request: GenerateRequest) -> int:
-    return int(request.sampling.get("n") or 1) * max(len(request.prompts), 1)
 
 
 def report_of(counts: UsageCounts, miss: Miss) -> dict[str, Any]:

@@ -248,3 +248,18 @@ def test_usage_in_each_chunk(options: object, named: list[str]) -> None:
     head = dict(client.messages[0]["headers"])
     assert (client.messages[0]["status"], counts.ignoring) == (200, ["/v1/x"])
     assert head[b"x-foreword-ignored"].decode().split(", ") == ["temprature", *named]
+
+
+def test_a_request_beyond_the_quota_is_not_in_the_ledger() -> None:
+    """The usage ledger has the requests that count against a quota; one that is refused because it is used up does not."""
+    noted: list[int] = []
+
+    class Ledger:
+        def note(self, name: str, tenant: str, route: str, status: int, seconds: float, usage: TokenUsage) -> None:
+            noted.append(status)
+
+    served, counts = front(route(answer, meter=Meter.REQUEST), quotas=["* requests=1"])
+    served.ledger = Ledger()
+    for _ in range(3):
+        asyncio.run(Client().ask(served))
+    assert [status for _, status in counts.responses] == [200, 429, 429] and noted == [200]
