@@ -349,6 +349,91 @@ def test_slots_of_a_read_that_hangs() -> None:
         assert read(fast, others) == whole(others) and not published
 
 
+def test_reads_that_would_read_nothing() -> None:
+    """Of a slower tier that is off, or a chain whose first block another load is reading, nothing is read into slots, and
+    nothing is evicted for it."""
+    slow, fast = filled(0, 8), MemoryStore(8 * FRAME, label="fast")
+    device = Device(fast, slow)
+    device.save(1, 0, 7)
+    assert device.offload.flush(PATIENCE)
+    store, names, sizes = device.offload.store, device.names(0, 8), [LAYOUT.block_bytes] * 8
+    other = fast.reserve([Header.unread(names[0], LAYOUT.block_bytes)], unread=True, deadline=soon())
+    read = read_into(store, 1, names, sizes, deadline=soon(), before=())
+    assert len(other.slots) == 1 and read is not None and not read.frames
+    read.end(lambda headers, publish: bool(publish()))
+    fast.abandon(other)
+    assert store.tiers[1].breaker.failed(certain=True)
+    assert read_into(store, 1, names, sizes, deadline=soon(), before=()) is None
+    assert fast.lookup(device.names(1, 7), deadline=soon()) == 7 and fast.status().evictions == 0
+
+
+def test_a_tier_that_hangs_takes_few_slots() -> None:
+    """Reads at once fill a quarter of a faster tier, or one of them more. While one is late no other begins."""
+    gate, reading = threading.Event(), threading.Event()
+
+    class Late(MemoryStore):
+        blocking = True
+
+        def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+            reading.set()
+            assert gate.wait(60)
+            return super().get(names, buffers, deadline=soon())
+
+    chains = [make_frames(seed, 4, 1000) for seed in range(10, 14)]
+    fast, slow = MemoryStore(40 * len(chains[0][0].data), label="fast"), Late(1 << 20, label="slow")
+    for frames in chains:
+        slow.put(frames, deadline=soon())
+    with contextlib.closing(TieredStore([fast, slow])) as store:
+        begun = list[Any]()
+
+        def begin(chain: int, within: float) -> None:
+            begun.append(read_into(store, 1, names_of(chains[chain]), [1000] * 4, deadline=soon(within), before=()))
+
+        threads = [threading.Thread(target=begin, args=(chain, PATIENCE)) for chain in range(2)]
+        for thread in threads:
+            thread.start()
+            assert reading.wait(PATIENCE)
+        until = soon()
+        while store.tiers[0].filling.bytes < 8 * len(chains[0][0].data):
+            assert soon(0.0) < until
+            time.sleep(0.001)
+        assert read_into(store, 1, names_of(chains[2]), [1000] * 4, deadline=soon(), before=()) is None
+        gate.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+        for one in begun:
+            one.end(lambda headers, publish: bool(publish()))
+        assert sum(fast.lookup(names_of(frames), deadline=soon()) for frames in chains) == 8
+        gate.clear()
+        begin(2, 0.1)
+        begun[-1].end(lambda headers, publish: bool(publish()))
+        assert read_into(store, 1, names_of(chains[3]), [1000] * 4, deadline=soon(), before=()) is None
+        gate.set()
+        until = soon()
+        while store.tiers[0].filling.bytes:
+            assert soon(0.0) < until
+            time.sleep(0.001)
+
+
+def test_a_faster_tier_that_is_full_for_a_moment() -> None:
+    """A load goes on to promote its blocks if others have slots of the faster tier and give them back."""
+    slow, fast = filled(0, 32), MemoryStore(40 * FRAME, label="fast")
+    device = Device(fast, slow, slots=32)
+    held = fast.reserve([frame.header for frame in make_frames(3, 36, LAYOUT.block_bytes)], deadline=soon())
+    get, reads = slow.get, list[int]()
+
+    def freed(*arguments: Any, **more: Any) -> list[int]:
+        reads.append(1)
+        if len(reads) == 2:
+            fast.abandon(held)
+        return get(*arguments, **more)
+
+    slow.get = freed  # type: ignore[method-assign]
+    assert len(held.slots) == 36 and device.load(0, 0, 32).loaded == 32
+    assert device.offload.flush(PATIENCE)
+    assert fast.lookup(device.names(0, 32), deadline=soon()) == 32
+
+
 def test_promotions_make_room_for_loads(made: Callable[..., Device]) -> None:
     """While the faster tier blocks, loads continue: promotions give their slots to them. When it works again, it gets all
     blocks of all loads. Afterwards every slot is free again."""

@@ -203,6 +203,18 @@ class ReserveContract:
             assert put_all(small_reserving, make_frames(139, count, SMALL_PAYLOAD)) == count
             assert present(small_reserving, chain) == [number < SMALL_BLOCKS - count for number in range(SMALL_BLOCKS)]
 
+    def test_blocks_that_are_not_read_evict_nothing(self, small_reserving: Store) -> None:
+        """Slots for blocks that are read from another store end at the first that gets none: nothing is evicted for others."""
+        old, new = make_frames(140, 6, SMALL_PAYLOAD), make_frames(141, 4, SMALL_PAYLOAD)
+        put_all(small_reserving, old)
+        headers = [Header.unread(name, SMALL_PAYLOAD) for name in names_of(new)]
+        first = small_reserving.reserve(headers[1:2], unread=True, deadline=soon())
+        reserved = small_reserving.reserve(headers, unread=True, deadline=soon())
+        assert (list(first.positions), list(reserved.positions), reserved.full) == ([0], [0], False)
+        assert present(small_reserving, old) == [True] * 6
+        small_reserving.abandon(first)
+        small_reserving.abandon(reserved)
+
     def test_a_frame_that_is_reserved_and_too_long(self, small_reserving: Store) -> None:
         """It gets no slot, and nothing is evicted for it."""
         chain = make_frames(135, 4, SMALL_PAYLOAD)

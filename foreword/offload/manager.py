@@ -367,7 +367,7 @@ class OffloadManager:
         read = read_into(self.store, place, names, sizes, deadline=deadline, before=before)
         if read is None:
             return 0
-        store_load.full = read.reserved.full
+        store_load.full = read.reserved.full and not read.reserved.busy
         try:
             lent = read.loan
             usable = self._count_usable((one for one in read.frames if one is not None), groups[: len(lent.slots)])

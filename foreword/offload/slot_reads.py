@@ -6,22 +6,27 @@ they lie, a load copies them from there, and then the tier has them (`Store.publ
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
-from foreword.store.base import Loan
-from foreword.store.frame import Frame, Header
+from foreword.store.base import Loan, ReservedSlots
+from foreword.store.frame import HEADER_BYTES, Frame, Header
 
 if TYPE_CHECKING:
-    from foreword.store.base import Name, ReservedSlots
+    from foreword.store.base import Name
     from foreword.store.tier import StoreTier
     from foreword.store.tier_threads import TierCall
     from foreword.store.tiered import TieredStore
+
+# Of a tier's memory: reads at once may fill so much, or one of them more. A store that hangs keeps no more from other blocks.
+_SHARE: Final = 0.25
+_filling = threading.Lock()
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +42,8 @@ class SlotRead:
     tier: StoreTier
     reserved: ReservedSlots
     frames: Sequence[Frame | None] = ()
+    _bytes: int = 0
+    _is_late: bool = False
     _late: list[TierCall[Any]] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
 
@@ -48,6 +55,9 @@ class SlotRead:
 
     def note_late(self, positions: Sequence[int], call: TierCall[Any]) -> None:
         """A call has not returned that may write into slots."""
+        with _filling:
+            self.tier.filling.late += not self._is_late
+            self._is_late = True
         self._late.append(call)
 
     def end(self, keeps: Callable[[Sequence[Header], Callable[[], object]], bool]) -> None:
@@ -56,10 +66,27 @@ class SlotRead:
         if self._late:  # the calls refer to what they do afterwards, and so to the slots
             self._late.pop().when_returned(partial(self.end, keeps))
             return
+        self._count_ended()
         read = {index: one.header for index, one in enumerate(self.frames) if one is not None}
         headers, seconds = [*read.values()], time.monotonic() - self._began
         if not read or not keeps(headers, partial(self.tier.publish, self.reserved, headers, seconds, [*read])):
             self.tier.abandon(self.reserved)
+
+    def begin(self, size: int) -> bool:
+        """Count the bytes that are read, unless too much is read into the tier already, or one of the reads is late."""
+        filling, memory = self.tier.filling, self.tier.store.memory
+        with _filling:
+            if filling.late or (filling.bytes and filling.bytes + size > _SHARE * len(memory or b"")):
+                return False
+            filling.bytes += size
+            self._bytes = size
+            return True
+
+    def _count_ended(self) -> None:
+        with _filling:
+            self.tier.filling.bytes -= self._bytes
+            self.tier.filling.late -= self._is_late
+            self._bytes, self._is_late = 0, False
 
 
 def read_into(
@@ -72,10 +99,18 @@ def read_into(
     before: Sequence[Name],
 ) -> SlotRead | None:
     """Read blocks, given the bytes of their payloads, from one tier straight into reserved slots of a faster one, up to the
-    first that has no slot, and verify them there. The caller ends the read. None unless there is one faster tier, which takes
-    all that is read, and has slots. `before`: the blocks before these in the chain, which are not evicted for them."""
+    first that has no slot, and verify them there. The caller ends the read. `before`: the blocks before these in the chain,
+    which are not evicted for them.
+
+    None unless there is one faster tier, which takes all that is read, has slots, and waits for few other reads, and the slower
+    one answers.
+    """
     faster = [store.tiers[one] for one in store.promotion_targets(tier)]
     if len(faster) != 1 or faster[0].selective or faster[0].store.memory is None:
+        return None
+    until = next((until for index, until in store.turns(deadline) if index == tier), 0.0)
+    read = SlotRead(faster[0], ReservedSlots())
+    if not until or not store.tiers[tier].answers or not read.begin(sum(sizes) + HEADER_BYTES * len(sizes)):
         return None
     last = {name[:FINGERPRINT_BYTES]: name for name in before}  # of each layout
     headers = list[Header]()
@@ -83,11 +118,15 @@ def read_into(
         layout = name[:FINGERPRINT_BYTES]
         headers.append(Header.unread(name, size, last.get(layout, b"")))
         last[layout] = name
-    read = SlotRead(faster[0], faster[0].reserve(headers, deadline, unread=True))
+    read.reserved = faster[0].reserve(headers, deadline, unread=True)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
-    until = next((until for index, until in store.turns(deadline) if index == tier), 0.0)
-    if count and until:
-        buffers = read.reserved.frames()[:count]
+    if not count:
+        return read
+    buffers = read.reserved.frames()[:count]
+    try:
         found = zip(store.tiers[tier].get(names[:count], buffers, until, read.note_late), buffers, strict=True)
         read.frames = [one if one is not None and len(one.data) == len(buffer) else None for one, buffer in found]
+    except BaseException:
+        read.end(lambda *_: False)
+        raise
     return read

@@ -118,6 +118,7 @@ class ReservedSlots:
         present: how many of the other blocks are there already, or come twice.
         full: a block has found no slot, since all that could be evicted are pinned or in use.
         unread: `publish` takes parents and depths from the frames.
+        busy: it is full, and slots are in use that others will give back.
         unused: gives the slots back when nothing refers to the reservation any more; dead when that has ended.
     """
 
@@ -129,6 +130,7 @@ class ReservedSlots:
     present: int = 0
     full: bool = False
     unread: bool = False
+    busy: bool = False
     unused: weakref.finalize[..., Any] | None = None
 
     def frames(self) -> list[memoryview]:
@@ -260,7 +262,8 @@ class Store(Protocol):
         """Take slots for blocks, in chain order, that the store does not have, and evict others for them as `put` does.
 
         `unread`: the frames are there already, in another store, which reads them into the slots: parents and depths in the
-        headers are guesses (`Header.unread`), and `publish` takes those in the frames.
+        headers are guesses (`Header.unread`), and `publish` takes those in the frames. It ends at the first block that gets no
+        slot: later ones are not read, and would evict others for nothing.
 
         A slot counts in the store's budget, and in its tenant's. It is neither evicted nor lent until the reservation ends: by
         `publish`, by `abandon`, or when nothing refers to it any more. A block that is deleted or erased before does not

@@ -41,7 +41,7 @@ from foreword.store.base import (
     step_deadline,
 )
 from foreword.store.frame import FOREIGN_REASONS, Frame, Header, check
-from foreword.store.tier_counters import LookupOutcome, Rate, TierCounters, TierState
+from foreword.store.tier_counters import Filling, LookupOutcome, Rate, TierCounters, TierState
 from foreword.store.tier_rules import BlockUse
 from foreword.store.tier_threads import CircuitBreaker, TierCall, TierThreads
 
@@ -108,6 +108,7 @@ class StoreTier:
         self.read_rate = Rate(clock)
         self.selective = self.holds = False
         self.refused: Counter[str] = Counter()
+        self.filling = Filling()
         self.faster: Sequence[StoreTier] = ()
         self._threads = TierThreads(store.label)
         self._lock = threading.Lock()
@@ -164,6 +165,11 @@ class StoreTier:
     def call(self, call: Callable[[], Result], deadline: float) -> Result:
         """Make a call of the store. Raises what it raises, and StoreHung if it has not returned shortly after the deadline."""
         return self._threads.call(call, deadline) if self.blocking else call()
+
+    @property
+    def answers(self) -> bool:
+        """Whether calls are made, and nothing says that the next one will be late. One that is off has its trial calls."""
+        return not self.suspended and self.breaker.closed and not self._threads.hung and not self._threads.overdue
 
     def _admits(self, *, inline: bool = False) -> bool:
         """Whether a call may be made now. While a call is hung, only the tier's own probes are. While one is overdue, a call
@@ -255,7 +261,7 @@ class StoreTier:
     def _told(self, names: Sequence[Name]) -> Sequence[bool | None]:
         """Answers that the store gives by itself. None while the tier is suspended or its calls fail: a lookup then counts why
         it finds nothing, or is the trial call of the circuit breaker."""
-        if self.suspended or not self.breaker.closed or self._threads.hung or self._threads.overdue:
+        if not self.answers:
             return [None] * len(names)
         try:
             told = self.store.known(names)
@@ -585,7 +591,8 @@ class StoreTier:
 
     def reserve(self, headers: Sequence[Header], deadline: float, *, unread: bool = False) -> ReservedSlots:
         """Slots in a store that reserves them (`Store.reserve`); none if it fails."""
-        return self.attempt(lambda: self.store.reserve(headers, unread=unread, deadline=deadline), ReservedSlots())
+        given = {"unread": True} if unread else {}  # stores of earlier versions do not know it
+        return self.attempt(lambda: self.store.reserve(headers, **given, deadline=deadline), ReservedSlots())
 
     def publish(
         self, reserved: ReservedSlots, headers: Sequence[Header], seconds: float, chosen: Collection[int] | None = None

@@ -81,6 +81,14 @@ class TierCounters:
         return *kinds, self.skipped, self.hit_blocks, self.missed_blocks, self.read_seconds, self.write_seconds
 
 
+@dataclass(slots=True)
+class Filling:
+    """Bytes of a tier's slots that are read into from slower tiers at this moment, and how many such reads are late."""
+
+    bytes: int = 0
+    late: int = 0
+
+
 # What metrics show of a tier: name, help, and how the value is read from its counters.
 PER_TIER: Final[tuple[tuple[str, str, Callable[[TierCounters], float]], ...]] = (
     ("loaded_blocks", "Blocks read from a tier and verified.", lambda c: c.hit_blocks),

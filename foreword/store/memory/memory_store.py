@@ -408,7 +408,9 @@ class MemoryStore(LocalRecords):
         """As in the contract. A block that another thread is writing at this moment has no slot and is not counted."""
         lengths = [HEADER_BYTES + header.length for header in headers]
         with self._lock:
-            arena, slots, found, present, full = self._take(headers, lengths, deadline)
+            arena, slots, found, present, full = self._take(headers, lengths, deadline, unread=unread)
+            used = slots.chains.in_use
+            busy = full and len(used) - used.count(0) > len(found)
         stride = slots.slot_bytes or 1
         reserved = ReservedSlots(
             arena.view[: arena.size // stride * stride],
@@ -419,6 +421,7 @@ class MemoryStore(LocalRecords):
             present,
             full,
             unread,
+            busy,
         )
         if found:
             # Without the lock: this thread may hold it when the garbage collector runs.
@@ -479,7 +482,7 @@ class MemoryStore(LocalRecords):
         return present + written
 
     def _take(
-        self, headers: Sequence[Header], lengths: Sequence[int], deadline: float
+        self, headers: Sequence[Header], lengths: Sequence[int], deadline: float, *, unread: bool = False
     ) -> tuple[MemoryArena, SlotTable, dict[int, int], int, bool]:
         """Slots for new frames of these lengths, by slot the index of the header; and how many are present, and whether one
         found no slot. Under the lock."""
@@ -489,7 +492,7 @@ class MemoryStore(LocalRecords):
             for slot in lost:
                 table.abort_write(slot)
         slots = self._slots_for(lengths)
-        found, present, full = self._reserve(slots, headers, lengths)
+        found, present, full = self._reserve(slots, headers, lengths, unread=unread)
         if found:
             self._populator.extend((max(found) + 1) * slots.slot_bytes)
         return arena, slots, found, present, full
@@ -621,12 +624,12 @@ class MemoryStore(LocalRecords):
         return [slot for slot in found if slot is not None and slot not in slots.writing]
 
     def _reserve(
-        self, slots: SlotTable, headers: Sequence[Header], lengths: Sequence[int]
+        self, slots: SlotTable, headers: Sequence[Header], lengths: Sequence[int], *, unread: bool
     ) -> tuple[dict[int, int], int, bool]:
         """Allocate slots for new frames, in use and not published. Evicts nothing that this call has used.
 
         Returns the index of the header by slot, the number of frames that are present or repeated in the batch, and whether a
-        frame found no slot.
+        frame found no slot. With `unread` it ends behind the first that gets none.
         """
         chains = slots.chains
         now = chains.tick()
@@ -635,6 +638,8 @@ class MemoryStore(LocalRecords):
         pairs = [(header.name, header.parent_name) for header in headers]
         slots.touch(itertools.chain.from_iterable(pairs), now)
         for at, (name, parent) in enumerate(pairs):
+            if unread and len(reserved) < at:
+                break
             slot = chains.index.get(name)
             if slot is not None:
                 present += slot in reserved or slot not in slots.writing
