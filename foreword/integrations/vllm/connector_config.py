@@ -95,16 +95,8 @@ class ConnectorSettings:
         units = portable_layout(given.pop("layout", "native"), counts)
         if units is not None and transfer is not None:
             raise ConfigError("KV is transferred between instances in the native layout; leave out layout or transfer")
-        known = (
-            "store",
-            "fingerprint",
-            "transfer",
-            "staging",
-            "direct",
-            "lookup_timeout",
-            "load_timeout",
-            "flush_seconds",
-        )
+        own = ("store", "fingerprint", "transfer")
+        known = (*own, "staging", "direct", "lookup_timeout", "load_timeout", "flush_seconds")
         for key in given:
             if key not in known:
                 more = ("encryption", "layout", *_UNITS, "trust_unmeasured")
@@ -236,6 +228,8 @@ class KVCacheInfo:
         parallel = vllm_config.parallel_config
         self.ranks: int = int(parallel.tensor_parallel_size)
         self.separate = self.ranks > 1 or parallel.distributed_executor_backend != "uni"
+        if self.separate and any(parse(url).reach is Reach.PROCESS for url in settings.store.urls):
+            transfer_extra()  # before a store opens: the scheduler looks into the workers' memory
         if parallel.pipeline_parallel_size != 1:
             raise ModelUnsupported(
                 "pipeline parallelism is not supported by Foreword's connector: vLLM's scheduler does not know the layers of "
