@@ -236,11 +236,7 @@ class ResponseStream:
     def _usage(self) -> tuple[dict[str, Any], UsageCounts]:
         """The usage of the whole response, counted by the router: as a chunk, and as counts."""
         prompt, count, cached = len(self.prompt_ids) or self.reader.counts.prompt or 0, self.tokens, None
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": count,
-            "total_tokens": prompt + count,
-        }
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
         if self.reader.counts.cached is not None:
             cached = min(self.reader.counts.cached, prompt)
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
