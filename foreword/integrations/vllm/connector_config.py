@@ -135,6 +135,12 @@ class ConnectorSettings:
         keys = data_keys_of(self.encryption)
         return salt if keys is None else Salt(keys.current(salt.tenant), salt.client)
 
+    def check_processes(self, separate: bool) -> None:
+        """Raises ConfigError where a scheduler in another process than the workers (`separate`) could not look into their
+        memory: before a store opens."""
+        if separate and any(parse(url).reach is Reach.PROCESS for url in self.store.urls):
+            transfer_extra()
+
     def version_of(self, vllm_config: Any) -> WeightsVersion:
         """The version of the weights when vLLM starts. Dummy weights are random: without a name they have one of their own."""
         version = WeightsVersion(self.weights_version)
@@ -228,8 +234,7 @@ class KVCacheInfo:
         parallel = vllm_config.parallel_config
         self.ranks: int = int(parallel.tensor_parallel_size)
         self.separate = self.ranks > 1 or parallel.distributed_executor_backend != "uni"
-        if self.separate and any(parse(url).reach is Reach.PROCESS for url in settings.store.urls):
-            transfer_extra()  # before a store opens: the scheduler looks into the workers' memory
+        settings.check_processes(self.separate)
         if parallel.pipeline_parallel_size != 1:
             raise ModelUnsupported(
                 "pipeline parallelism is not supported by Foreword's connector: vLLM's scheduler does not know the layers of "
