@@ -80,7 +80,8 @@ def server_engine() -> Any:
         suspended=False,
         breaker=SimpleNamespace(is_open=False),
         state=TierState.OK,
-        admission=SimpleNamespace(refused=Counter(rate=1)),
+        selective=True,
+        refused=Counter(rate=1),
     )
     endpoint = SimpleNamespace(connections={}, transfers={}, queued_bytes=0, traffic={})
     return SimpleNamespace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import time
 from collections import deque
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _MOST_SERVERS: Final = 64
-_MOST_BYTES: Final = 64 << 20
+_MOST_BYTES: Final = 8 << 20
 _ANSWER_SECONDS: Final = 5.0
 # Scrapes that are kept of each server, evenly over the period that is shown.
 _KEPT: Final = 4
@@ -171,7 +172,7 @@ class WatchedServer:
 
 
 def _share(part: float, whole: float) -> float | None:
-    return min(1.0, part / whole) if whole > 0 else None
+    return min(part / whole, 1.0) if whole > 0 else None
 
 
 def _server_row(url: str, kind: Kind, period: Period) -> ServerRow:
@@ -263,21 +264,21 @@ def view_of(watched: Sequence[WatchedServer]) -> View:
         tiers, replicas = list(_tier_rows(server.url, period)), list(_replica_rows(server.url, period))
         view.tiers += tiers
         view.replicas += replicas
-        if period.after.total("vllm:foreword_degraded_total"):
+        if period.after.total("vllm:foreword_degraded_total") > 0:
             stopped = "the connector stopped after an error: no KV is saved or loaded until vLLM restarts"
             problems.append((1, f"{server.url}: {stopped}"))
         problems += [
             (2, f"{server.url}: the replica {row.replica} takes no requests") for row in replicas if not row.up
         ]
         for tier in tiers:
-            if tier.damaged:
+            if tier.damaged > 0:
                 problems.append(
                     (3, f"{server.url}: {tier.damaged:.0f} damaged blocks in the tier {tier.tier}, none used")
                 )
             if tier.state in _BAD_STATES:
                 rank, meaning = _BAD_STATES[tier.state]
                 problems.append((rank, f"{server.url}: the tier {tier.tier} {meaning}"))
-        if dropped := sum(map(period.grown, _DROPPED)):
+        if (dropped := sum(map(period.grown, _DROPPED))) > 0:
             problems.append((5, f"{server.url}: {dropped:.0f} blocks were not saved, the write queue was full"))
     view.problems = [text for _, text in sorted(problems, key=lambda one: one[0])]
     return view
@@ -372,6 +373,15 @@ def _rendered(view: View, period: str) -> Group:
     return Group(*parts)
 
 
+def _finite(value: Any) -> Any:
+    """The value of a document in JSON, with None for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 async def _watch(
     watched: Sequence[WatchedServer],
     headers: Mapping[str, str],
@@ -395,7 +405,7 @@ async def _watch(
             await asyncio.sleep(interval)
             view = await scraped()
             if as_json:
-                print(json.dumps(asdict(view), indent=2))
+                print(json.dumps(_finite(asdict(view)), indent=2, allow_nan=False))
             else:
                 from rich.console import Console
 

@@ -18,22 +18,24 @@ KINDS: Final[dict[Kind, str]] = {
 
 
 class Scrape:
-    """The values of `/metrics` at one time."""
+    """The values of `/metrics` at one time.
+
+    Attributes:
+        kind: the kind of the server; None if it is none of them.
+    """
 
     def __init__(self, text: str) -> None:
         """Raises ValueError for what is not Prometheus' text format."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        self.text = text
+        self.kind = next((kind for kind, name in KINDS.items() if name in f"\n{text}"), None)
         self._series: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-        for family in text_string_to_metric_families(text):
-            for one in family.samples:
-                self._series.setdefault(one.name, []).append((one.labels, one.value))
-
-    @property
-    def kind(self) -> Kind | None:
-        """The kind of the server; None if it is none of them."""
-        return next((kind for kind, name in KINDS.items() if name in f"\n{self.text}"), None)
+        try:
+            for family in text_string_to_metric_families(text):
+                for one in family.samples:
+                    self._series.setdefault(one.name, []).append((one.labels, one.value))
+        except IndexError as error:  # of the parser, for some lines that end too early
+            raise ValueError("a line of the metrics ends too early") from error
 
     def __contains__(self, name: object) -> bool:
         return name in self._series
@@ -56,11 +58,13 @@ class Scrape:
         return next((given for given, _ in self._series.get(name, ())), {})
 
     def tier_states(self) -> dict[str, set[str]]:
-        """The states that the processes of a server see each tier in."""
+        """The states that the processes of a server see each tier in. Series without a tier or a state are skipped."""
         found: dict[str, set[str]] = {}
         for name in self._series:
             if name.endswith("foreword:tier_state") or name == "vllm:foreword_tier_state":
                 for given, value in self._series[name]:
+                    if not {"tier", "state"} <= given.keys():
+                        continue
                     states = found.setdefault(given["tier"], set())
                     if value:
                         states.add(given["state"])
@@ -93,7 +97,8 @@ class Period:
     def quantile(self, share: float, histogram: str, **labels: str) -> float | None:
         """A quantile of what a histogram observed; None for nothing.
 
-        Linear within a bucket, as Prometheus' `histogram_quantile`; above the last finite bound it is that bound.
+        Linear within a bucket, as Prometheus' `histogram_quantile`; above the last finite bound it is that bound. Buckets
+        whose bound is no number are skipped.
         """
         name = f"{histogram}_bucket"
         counts = self.after.by("le", name, **labels)
@@ -101,7 +106,11 @@ class Period:
             before = self.before.by("le", name, **labels)
             if all(counts.get(bound, 0.0) >= count for bound, count in before.items()):
                 counts = {bound: count - before.get(bound, 0.0) for bound, count in counts.items()}
-        steps = sorted((float(bound), count) for bound, count in counts.items())
+        steps = sorted(
+            (bound, count)
+            for bound, count in ((_number(one), count) for one, count in counts.items())
+            if not math.isnan(bound)
+        )
         if not steps or steps[-1][1] <= 0:
             return None
         rank, low, below = share * steps[-1][1], 0.0, 0.0
@@ -110,3 +119,11 @@ class Period:
                 return low if math.isinf(bound) else low + (bound - low) * (rank - below) / (count - below)
             low, below = bound if not math.isinf(bound) else low, count
         return low
+
+
+def _number(text: str) -> float:
+    """NaN for what is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -44,8 +44,8 @@ from foreword.store.base import Loan, Name
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords
-from foreword.store.tier_admission import BlockUse
 from foreword.store.tier_counters import Rate
+from foreword.store.tier_rules import BlockUse
 from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
 
 if TYPE_CHECKING:

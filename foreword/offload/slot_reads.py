@@ -75,7 +75,7 @@ def read_into(
     first that has no slot, and verify them there. The caller ends the read. None unless there is one faster tier, which takes
     all that is read, and has slots. `before`: the blocks before these in the chain, which are not evicted for them."""
     faster = [store.tiers[one] for one in store.promotion_targets(tier)]
-    if len(faster) != 1 or faster[0].admission is not None or faster[0].store.memory is None:
+    if len(faster) != 1 or faster[0].selective or faster[0].store.memory is None:
         return None
     last = {name[:FINGERPRINT_BYTES]: name for name in before}  # of each layout
     headers = list[Header]()

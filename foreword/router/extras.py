@@ -13,6 +13,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -34,6 +35,7 @@ from foreword.router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
+    from foreword.configuration import Config
     from foreword.ledger import UsageLedger
     from foreword.observability.tracing import Tracer
     from foreword.router.attempt import Attempt
@@ -53,6 +55,11 @@ _MISSING: Final = "needs the package foreword-route-extras beside foreword-route
 _ROOTS: Final = (
     "/ui", "/v1/cache", "/v1/messages", "/v1/prefixes", "/v1/public/prefixes", "/v1/responses", "/v1/sessions",
 )  # fmt: skip
+# Settings of the extras. A number of 0 turns off what a router without them does not have.
+_SETTINGS: Final = {
+    "audit_every", "audit_reports", "cost_file", "measure_seconds", "min_prefill", "otlp_endpoint", "prefix_file", "record",
+    "response_memory", "usage_ledger", "warm_seconds",
+}  # fmt: skip
 _PATHS: Final = ("/", *_ROOTS, *(f"{root}/{{name:path}}" for root in _ROOTS))
 
 
@@ -305,6 +312,15 @@ def extras_for(setting: str) -> RouterExtras:
     if extras is None:
         raise ConfigError(f"{setting} {_MISSING}")
     return extras
+
+
+def extras_of(config: Config) -> RouterExtras | None:
+    """As `installed_extras`. Raises ConfigError for a setting that is not its default and needs them where they are missing."""
+    for section in (config.router, config.server):
+        for one in fields(section):
+            if one.name in _SETTINGS and getattr(section, one.name) not in (one.default, 0):
+                extras_for(f"--{one.name.replace('_', '-')}")
+    return installed_extras()
 
 
 def order_for(config: ServerConfig) -> Order:

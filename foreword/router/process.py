@@ -22,7 +22,7 @@ from foreword.process_config import ServerConfig, check_source
 from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
-from foreword.router.extras import extras_for, order_for
+from foreword.router.extras import extras_for, extras_of, order_for
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.router import Router
 from foreword.routing.policies import policy_named
@@ -50,6 +50,7 @@ def check(config: Config) -> list[ReplicaSpec]:
     if not (specs or given.replica_file or given.replica_dns or given.replica_services or config.server.admin_key):
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
+    extras_of(config)
     order_for(config.server)
     if given.picker is not None:
         extras_for(_PICKER).check_picker(given)

@@ -25,7 +25,7 @@ from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, Unk
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
-from foreword.router.extras import Audit, Misses, Prefixes, SpeedProbes, WarmUp, extras_for, installed_extras, order_for
+from foreword.router.extras import Audit, Misses, Prefixes, SpeedProbes, WarmUp, extras_for, extras_of, order_for
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
@@ -155,9 +155,7 @@ class Router:
         self._disaggregation: Disaggregation | None = None
         self.tracer: Tracer | None = None
         self.ledger: UsageLedger | None = None
-        needed = {"--prefix-file": given.prefix_file, "--record": config.server.record, _COST_FILE: given.cost_file}
-        setting = next((name for name, value in needed.items() if value is not None), None)
-        extras = installed_extras() if setting is None else extras_for(setting)
+        extras = extras_of(config)
         if extras is not None:
             self.prefixes = extras.prefixes(self, given.prefix_file)
             self.warm_up = extras.warm_up(self.auth, self.metrics, given.warm_seconds)

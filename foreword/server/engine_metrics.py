@@ -225,7 +225,7 @@ def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
         (
             "tier_refused_blocks",
             "Blocks that a tier did not take, by reason.",
-            [(tier.label, tier.admission.refused) for tier, _ in each if tier.admission is not None],
+            [(tier.label, tier.refused) for tier, _ in each if tier.selective],
         ),
     ):
         by_kind = [((model, tier, kind), n) for tier, counts in kinds for kind, n in dict(counts).items()]

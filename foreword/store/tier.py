@@ -41,9 +41,8 @@ from foreword.store.base import (
     step_deadline,
 )
 from foreword.store.frame import FOREIGN_REASONS, Frame, Header, check
-from foreword.store.held_writes import HeldWrites
-from foreword.store.tier_admission import AdmissionRule, BlockUse, TierAdmission
 from foreword.store.tier_counters import LookupOutcome, Rate, TierCounters, TierState
+from foreword.store.tier_rules import BlockUse
 from foreword.store.tier_threads import CircuitBreaker, TierCall, TierThreads
 
 log = logging.getLogger("foreword.store")
@@ -63,7 +62,6 @@ _SET_ASIDE: Final = {UNREADABLE: 5.0, FOREIGN: 60.0}
 _MAX_SET_ASIDE: Final = 65_536
 _KINDS: Final = {FAILED: "block_failed", UNREADABLE: "block_unreadable", FOREIGN: "block_foreign"}
 _UNREAD_TO_OPEN: Final = 3
-_HELD_BLOCKS: Final = 32  # of what is held back, read and written together
 
 
 class _End:
@@ -82,14 +80,14 @@ class StoreTier:
 
     Args:
         writable: whether blocks are written to and deleted from the store.
-        rule: which blocks are written; None: all.
 
     Attributes:
         location: names the tier to all instances that have it; "" if it ends with this process.
         local: whether it is memory or a disk of this machine.
         suspended: no block is searched or read here: an audit has found a wrong one that came from here.
-        held: blocks that are not written yet; None unless the rule says so.
-        faster: the tiers that have them.
+        selective: whether the tier refuses some blocks. `holds`: whether it gets blocks late (`store/tier_admission.py`).
+        refused: number of blocks that it did not take, by reason.
+        faster: the faster tiers.
     """
 
     def __init__(
@@ -98,7 +96,6 @@ class StoreTier:
         clock: Callable[[], float] = time.monotonic,
         *,
         writable: bool = True,
-        rule: AdmissionRule | None = None,
     ) -> None:
         self.store = store
         self.label = self.location = store.label
@@ -109,12 +106,9 @@ class StoreTier:
         self.counters = TierCounters()
         self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
-        self.admission = None if rule is None else TierAdmission(rule, clock)
-        self.held: HeldWrites | None = None
+        self.selective = self.holds = False
+        self.refused: Counter[str] = Counter()
         self.faster: Sequence[StoreTier] = ()
-        self._writing_held = threading.Lock()
-        if self.admission is not None and self.admission.rule.hold:
-            self.held = HeldWrites(self.admission.rule.hold, self.admission.refused)
         self._threads = TierThreads(store.label)
         self._lock = threading.Lock()
         self._listener: Callable[[bool, Sequence[Name]], None] | None = None
@@ -141,7 +135,7 @@ class StoreTier:
             return TierState.READ_ONLY
         if self._refusal is not None:
             return TierState.FULL
-        return TierState.HOLDING if self.held is not None and len(self.held) else TierState.OK
+        return TierState.OK
 
     # Calls
 
@@ -554,46 +548,17 @@ class StoreTier:
 
     def admits(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
         """Which of these blocks, in chain order, are to be written. Those that are used again were offered before."""
-        if self.admission is None:
-            return [not use.again] * len(headers)
-        return self.admission.choose(headers, use)
+        return [not use.again] * len(headers)
+
+    def takes_again(self, name: Name) -> bool:
+        """Whether this block, or one before it, may be written when it is used again: it was refused before."""
+        return False
 
     def put(self, frames: Sequence[Frame], deadline: float, *, wait: bool = True) -> int:
-        """Store frames. Returns how many are present now, 0 if the store failed, or holds them back.
+        """Store frames. Returns how many are present now, 0 if the store failed, or if they are written later.
 
         With `wait`, the caller's thread makes the call, however long it takes: a thread that writes to this tier only.
         """
-        if self.held is not None:
-            with self._writing_held:
-                self.held.add(frames)
-            self.write_held(deadline)
-            return 0
-        return self._write(frames, deadline, wait=wait)
-
-    def write_held(self, deadline: float, *, everything: bool = False) -> None:
-        """Write the oldest of what is held back, or everything, from the faster tiers."""
-        more = self.held is not None
-        while more and self._writing_held.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-            try:
-                more = self._write_oldest(deadline, everything)
-            finally:
-                self._writing_held.release()
-
-    def _write_oldest(self, deadline: float, everything: bool) -> bool:
-        assert self.held is not None and self.admission is not None
-        names, found = self.held.take(_HELD_BLOCKS, everything=everything), dict[Name, Frame]()
-        for tier in self.faster:
-            missing = [name for name in names if name not in found]
-            buffers = [memoryview(bytearray(names[name])) for name in missing]
-            frames = tier.get(missing, buffers, deadline) if missing else ()
-            found.update((frame.name, frame) for frame in frames if frame is not None)
-        if len(found) < len(names):
-            self.admission.refused["gone"] += len(names) - len(found)
-        if found:
-            self._write([found[name] for name in names if name in found], deadline, wait=not everything)
-        return bool(names)
-
-    def _write(self, frames: Sequence[Frame], deadline: float, *, wait: bool) -> int:
         started = time.perf_counter()
         kept = self.attempt(lambda: self._put(frames, deadline), 0, None if wait else deadline)
         with self._lock:
@@ -671,14 +636,11 @@ class StoreTier:
         self._notify(False, names)
         return count
 
+    def write_held(self, deadline: float, *, everything: bool = False) -> None:
+        """Write the oldest of what is held back, or everything, from the faster tiers."""
+
     def drop_held(self, chosen: Callable[[Name], bool], deadline: float) -> None:
         """Drop these blocks of what is held back, after what is being written now. Raises StoreTimeout."""
-        if self.held is None:
-            return
-        if not self._writing_held.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-            raise StoreTimeout(f"{self.label}: blocks that were held back are still being written")
-        self.held.drop(chosen)
-        self._writing_held.release()
 
     def erase(self, layout: bytes, root: bytes, chosen: Collection[Name] | None, deadline: float) -> Iterator[Erased]:
         """Delete all blocks with this layout and root (b"": any), or those of them that are chosen, even if the circuit breaker

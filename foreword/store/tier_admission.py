@@ -10,19 +10,24 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from foreword.errors import StoreConfigError
-from foreword.store.base import Name
-from foreword.store.frame import HEADER_BYTES, Header
+from foreword.errors import StoreConfigError, StoreTimeout
+from foreword.store.base import Name, Store
+from foreword.store.frame import HEADER_BYTES, Frame, Header
+from foreword.store.held_writes import HeldWrites
+from foreword.store.tier import StoreTier
+from foreword.store.tier_counters import TierState
+from foreword.store.tier_rules import BlockUse, TierRule
 
 RULES: Final = ("every", "second", "prompts")
 _REMEMBERED: Final = 1 << 18  # blocks of a generation, of which there are two: at most about 50 MB per tier
+_HELD_BLOCKS: Final = 32  # of what is held back, read and written together
 
 
 @dataclass(frozen=True, slots=True)
-class AdmissionRule:
+class AdmissionRule(TierRule):
     """The rule of which blocks a tier takes.
 
     Attributes:
@@ -45,22 +50,11 @@ class AdmissionRule:
         if self.min_tokens < 0 or self.write_rate < 0 or self.hold < 0:
             raise StoreConfigError("min_tokens, write_rate and hold are 0 or more")
 
+    def at_once(self) -> AdmissionRule:
+        return replace(self, hold=0)
 
-@dataclass(frozen=True, slots=True)
-class BlockUse:
-    """How blocks came to be offered to the tiers.
-
-    Attributes:
-        prompt: tokens of the request's prompt; None: unknown, and the blocks are taken for those of a long prompt.
-        block_tokens: tokens of a block.
-        again: the request has not computed the blocks: it found them on the device, or loaded them.
-        promotion: the blocks were loaded from a slower tier, so they have been used again.
-    """
-
-    prompt: int | None = None
-    block_tokens: int = 1
-    again: bool = False
-    promotion: bool = False
+    def tier(self, store: Store, clock: Callable[[], float] = time.monotonic, *, writable: bool = True) -> RuledTier:
+        return RuledTier(self, store, clock, writable=writable)
 
 
 class TierAdmission:
@@ -138,3 +132,68 @@ class TierAdmission:
         self._recent[key] = admitted
         if len(self._recent) >= _REMEMBERED:
             self._older, self._recent = self._recent, {}
+
+
+class RuledTier(StoreTier):
+    """A tier that takes those blocks that its rule admits. With `hold`, it gets them late, from the faster tiers.
+
+    Attributes:
+        admission: what decides about blocks.
+        held: blocks that are not written yet.
+    """
+
+    def __init__(self, rule: AdmissionRule, store: Store, clock: Callable[[], float], *, writable: bool) -> None:
+        super().__init__(store, clock, writable=writable)
+        self.admission = TierAdmission(rule, clock)
+        self.held = HeldWrites(rule.hold, self.admission.refused)
+        self.refused = self.admission.refused
+        self.selective, self.holds = True, bool(rule.hold)
+        self._writing_held = threading.Lock()
+
+    @property
+    def state(self) -> TierState:
+        found = super().state
+        return TierState.HOLDING if found is TierState.OK and len(self.held) else found
+
+    def admits(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
+        return self.admission.choose(headers, use)
+
+    def takes_again(self, name: Name) -> bool:
+        return not self.admission.has(name)
+
+    def put(self, frames: Sequence[Frame], deadline: float, *, wait: bool = True) -> int:
+        if not self.holds:
+            return super().put(frames, deadline, wait=wait)
+        with self._writing_held:
+            self.held.add(frames)
+        self.write_held(deadline)
+        return 0
+
+    def write_held(self, deadline: float, *, everything: bool = False) -> None:
+        more = self.holds
+        while more and self._writing_held.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            try:
+                more = self._write_oldest(deadline, everything)
+            finally:
+                self._writing_held.release()
+
+    def _write_oldest(self, deadline: float, everything: bool) -> bool:
+        names, found = self.held.take(_HELD_BLOCKS, everything=everything), dict[Name, Frame]()
+        for tier in self.faster:
+            missing = [name for name in names if name not in found]
+            buffers = [memoryview(bytearray(names[name])) for name in missing]
+            frames = tier.get(missing, buffers, deadline) if missing else ()
+            found.update((frame.name, frame) for frame in frames if frame is not None)
+        if len(found) < len(names):
+            self.refused["gone"] += len(names) - len(found)
+        if found:
+            super().put([found[name] for name in names if name in found], deadline, wait=not everything)
+        return bool(names)
+
+    def drop_held(self, chosen: Callable[[Name], bool], deadline: float) -> None:
+        if not self.holds:
+            return
+        if not self._writing_held.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise StoreTimeout(f"{self.label}: blocks that were held back are still being written")
+        self.held.drop(chosen)
+        self._writing_held.release()

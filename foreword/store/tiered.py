@@ -35,8 +35,8 @@ from foreword.store.base import (
 )
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
-from foreword.store.tier_admission import AdmissionRule, BlockUse
 from foreword.store.tier_counters import LookupOutcome
+from foreword.store.tier_rules import BlockUse, TierRule
 from foreword.store.tier_threads import TierCall
 
 Tiers = tuple[int, ...]  # indexes of tiers
@@ -134,22 +134,22 @@ class TieredStore(Store):
         clock: Callable[[], float] = time.monotonic,
         *,
         writable: Sequence[int] | None = None,
-        rules: Sequence[AdmissionRule | None] = (),
+        rules: Sequence[TierRule | None] = (),
         locations: Sequence[str] | None = None,
     ) -> None:
         self.writable: Tiers = tuple(range(len(stores)) if writable is None else sorted(writable))
         self.tiers = [
-            StoreTier(store, clock, writable=index in self.writable, rule=rule)
+            (rule.tier if rule is not None else StoreTier)(store, clock, writable=index in self.writable)
             for index, (store, rule) in enumerate(zip_longest(stores, rules))
         ]
         for index, tier in enumerate(self.tiers):
             tier.faster = self.tiers[:index]
-            if tier.held is not None and not index:
+            if tier.holds and not index:
                 raise StoreConfigError(f"{tier.label}: {HOLD_NEEDS}")
         for tier, location in zip(self.tiers, locations or (), strict=locations is not None):
             tier.location = location
-        self.holds = any(tier.held is not None for tier in self.tiers)
-        self.selective = any(tier.admission is not None for tier in self.tiers)
+        self.holds = any(tier.holds for tier in self.tiers)
+        self.selective = any(tier.selective for tier in self.tiers)
         self.label = " > ".join(tier.label for tier in self.tiers)
         chosen = sorted(persistent or ()) or self.writable or range(len(stores))
         self.record_tiers = [self.tiers[index] for index in chosen][::-1]
@@ -336,8 +336,7 @@ class TieredStore(Store):
 
     def takes_again(self, name: Name) -> bool:
         """Whether a tier may take this block, or one before it, when it is used again. False for most: it is a quick test."""
-        admissions = (self.tiers[index].admission for index in self.writable)
-        return any(one is not None and not one.has(name) for one in admissions)
+        return any(self.tiers[index].takes_again(name) for index in self.writable)
 
     def promotion_targets(self, tier: int) -> Tiers:
         """The faster, writable tiers to which a block found in this tier is copied."""

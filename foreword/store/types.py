@@ -20,7 +20,7 @@ from foreword.blocks.layout import Layout
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreConfigError, did_you_mean
 from foreword.store.base import Store
-from foreword.store.tier_admission import AdmissionRule
+from foreword.store.tier_rules import TierRule
 
 Options = Mapping[str, Callable[[str], Any]]
 
@@ -68,7 +68,7 @@ class StoreUrl:
     label: str
     shown: str
     type: StoreType = field(repr=False, compare=False)
-    rule: AdmissionRule | None = None
+    rule: TierRule | None = None
 
     @property
     def reach(self) -> Reach:

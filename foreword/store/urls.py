@@ -2,8 +2,8 @@
 `s3://bucket/prefix`.
 
 The scheme names the type of the store (`store/types.py`). Every URL accepts the options `codec=` (store/codecs; default raw)
-and `label=` (name in metrics), and `admit=`, `min_tokens=` and `write_rate=` (store/admission). Several URLs make a tiered
-store, fastest first.
+and `label=` (name in metrics), and `admit=`, `min_tokens=`, `write_rate=` and `hold=` (store/tier_admission.py). Several URLs
+make a tiered store, fastest first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlunsplit
@@ -24,7 +24,7 @@ from foreword.store.builtin import BuiltinTypes
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import redacted, split_url
 from foreword.store.store_keys import StoreKeys
-from foreword.store.tier_admission import AdmissionRule
+from foreword.store.tier_rules import TierRule
 from foreword.store.tiered import HOLD_NEEDS, TieredStore
 from foreword.store.types import RULE_OPTIONS, Codecs, Opener, Reach, StoreType, StoreUrl, read_options
 from foreword.texts import readable
@@ -33,6 +33,7 @@ _LOCATION: Final = "location/id"
 _LOCATION_SECONDS: Final = 5.0
 _RAW: Final = "raw"  # no codec
 _CODECS: Final = "foreword.store.codec:CODECS"
+_RULE: Final = "foreword.store.tier_admission:AdmissionRule"
 TYPES: Final = Plugins("foreword.stores", "store type", StoreType, BuiltinTypes(), StoreConfigError)
 
 
@@ -64,12 +65,15 @@ def parse(url: str) -> StoreUrl:
     return replace(found, rule=_rule(found, rules)) if rules else found
 
 
-def _rule(url: StoreUrl, options: dict[str, str]) -> AdmissionRule:
+def _rule(url: StoreUrl, options: dict[str, str]) -> TierRule:
     values = read_options(replace(url, options=options), RULE_OPTIONS)
     if not url.writable:
         raise StoreConfigError(f"{url.shown}: nothing is written to this store; remove {', '.join(options)}")
+    rule: Callable[..., TierRule] | None = of_product(_RULE)
+    if rule is None:
+        raise StoreConfigError(f"{url.shown}: {', '.join(options)} needs foreword-stores: pip install foreword-stores")
     try:
-        return AdmissionRule(**values)
+        return rule(**values)
     except StoreConfigError as error:
         raise StoreConfigError(f"{url.shown}: {error.message}") from None
 
@@ -151,7 +155,7 @@ def open_store(
     writable = [index for index, url in enumerate(parsed) if url.writable]
     rules = [url.rule for url in parsed]
     if layout is None and rules[0] is not None:  # tools name some of an engine's stores
-        rules[0] = replace(rules[0], hold=0)
+        rules[0] = rules[0].at_once()
     return TieredStore(opened, persistent, writable=writable, rules=rules, locations=locations)
 
 

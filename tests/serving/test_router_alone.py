@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import http_client
 import pytest
 from hostile_replica import TEXT, HostileReplica
-from router_parts import Loop, RouterThread
+from router_parts import Loop, RouterThread, _config
 
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.discovery import configured_replicas
 from foreword.router.extras import extras_for, installed_extras, order_for
+from foreword.router.process import check
+from foreword.router.router import Router
 
 _OTHER = (
     ("POST", "/v1/messages"),
@@ -70,6 +73,28 @@ def test_settings_name_the_package() -> None:
         configured_replicas(RouterConfig(replica_services=("default/vllm",)))
     with pytest.raises(ConfigError, match="--volatile-lines needs the package foreword-route-extras"):
         order_for(ServerConfig(volatile_lines=("profiles",)))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        *[("--audit-every", "5"), ("--audit-reports", "reports"), ("--cost-file", "costs"), ("--measure-seconds", "3")],
+        *[("--min-prefill", "10"), ("--otlp-endpoint", "http://127.0.0.1:3"), ("--prefix-file", "prefixes")],
+        *[("--record", "trace"), ("--response-memory", "1MiB"), ("--usage-ledger", "ledger"), ("--warm-seconds", "5")],
+    ],
+)
+def test_no_setting_is_ignored(setting: str, value: str, tmp_path: Path) -> None:
+    """A setting that only the extras follow is refused by its name, by the check of a configuration and by a router, and
+    nothing is written; its default is not, nor 0 seconds, which is what a router without them does."""
+    given = str(tmp_path / value) if value.isalpha() else value
+    config = _config("--replica", "http://127.0.0.1:1", setting, given)
+    for start in (check, Router):
+        with pytest.raises(ConfigError, match=f"{setting} needs the package foreword-route-extras"):
+            start(config)
+    assert not list(tmp_path.iterdir())
+    for seconds in ("0", "10"):
+        check(_config("--replica", "http://127.0.0.1:1", "--warm-seconds", seconds, "--measure-seconds", seconds))
 
 
 @pytest.mark.usefixtures("alone")

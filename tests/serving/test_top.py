@@ -107,7 +107,8 @@ def test_a_server_behind_a_router(tmp_path: Path) -> None:
         (200, b"up 1\n", False, "it is no vLLM, SGLang, Foreword server or router"),
         (200, b"", False, "it is no vLLM, SGLang, Foreword server or router"),
         (200, b"\xff\xfe\x00", False, "is not Prometheus' text format"),
-        (200, b"# x" + b" " * 4000 + b"\n", True, "its metrics have more than 64 MiB"),
+        (200, b"# x" + b" " * 4000 + b"\n", True, "its metrics have more than 8 MiB"),
+        (200, b'vllm:a_bucket{le="1",\t="\\n"} 1\n', False, "is not Prometheus' text format"),
         (401, b"no", False, "HTTP 401"),
     ],
 )
@@ -117,6 +118,40 @@ def test_strangers(status: int, body: bytes, endless: bool, said: str) -> None:
         code, view = shown(url)
     assert code == 1 and len(view["problems"]) == 1 and said in view["problems"][0]
     assert not (view["servers"] or view["tiers"] or view["replicas"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'foreword:tier_state{state="full"} 1\n',
+        b'foreword:tier_state{tier="disk"} 1\n',
+        b"foreword:tier_state 1\n",
+        b'vllm:foreword_tier_state{rank="0"} 1\nvllm:foreword_loaded_blocks_total{tier="disk"} 1\n',
+        b'vllm:time_to_first_token_seconds_bucket{le="soon"} 1\nvllm:time_to_first_token_seconds_bucket{le="NaN"} 2\n',
+        b'sglang:time_to_first_token_seconds_bucket{le=""} 1\nsglang:num_running_reqs NaN\nsglang:token_usage +Inf\n',
+        b'vllm:foreword_loaded_blocks_total{tier="a"} +Inf\nvllm:foreword_corrupt_blocks_total{tier="a"} NaN\n'
+        b"vllm:foreword_degraded_total NaN\nvllm:foreword_dropped_blocks_total NaN\n",
+        b'foreword:router_replica_up{replica="a"} 1\nforeword:router_in_flight{replica="a"} NaN\n'
+        b'foreword:router_usage_prompt_tokens_total{replica="a"} 5\n'
+        b'foreword:router_usage_cached_tokens_total{replica="a"} NaN\n',
+    ],
+)
+def test_one_odd_server_ends_nothing(body: bytes) -> None:
+    """Series that lack a label, bounds that are no numbers, and values that JSON does not have: what is left of the server is
+    shown, in JSON as the standard has it, and a server beside it as ever."""
+
+    def refused(name: str) -> None:
+        raise ValueError(f"JSON has no {name}")
+
+    sound = b'vllm:num_requests_running 3\nvllm:foreword_tier_state{tier="disk",state="ok"} 1\n'
+    with answering(200, body) as url, answering(200, sound) as other:
+        done = top("--json", url, other)
+        tables = top("--once", url, other)
+    assert (done.returncode, done.stderr, tables.returncode, tables.stderr) == (0, "", 0, "")
+    view = json.loads(done.stdout, parse_constant=refused)
+    odd, beside = view["servers"]
+    assert (odd["url"], beside["url"], beside["running"], view["problems"]) == (url, other, 3, [])
+    assert odd["ttft_p50"] is None and all(tier["state"] == "ok" for tier in view["tiers"])
 
 
 def test_arguments() -> None:

@@ -35,8 +35,7 @@ def late(store: TieredStore, frames: Sequence[Frame]) -> list[bool]:
 
 
 def refused(store: TieredStore) -> dict[str, int]:
-    assert store.tiers[1].admission is not None
-    return dict(store.tiers[1].admission.refused)
+    return dict(store.tiers[1].refused)
 
 
 def test_the_oldest_are_written_when_more_wait() -> None:

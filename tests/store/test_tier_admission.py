@@ -11,7 +11,8 @@ from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, present, 
 from foreword.errors import StoreConfigError
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.memory.memory_store import MemoryStore
-from foreword.store.tier_admission import AdmissionRule, BlockUse
+from foreword.store.tier_admission import AdmissionRule
+from foreword.store.tier_rules import BlockUse
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
 
@@ -49,7 +50,7 @@ def test_second_use() -> None:
     assert taken(store, chain[:2], BlockUse(again=True)) == [True] * 2
     assert taken(store, chain, BlockUse()) == [True] * 4 + [False] * 2
     assert taken(store, chain[:4], BlockUse(again=True)) == [False] * 4
-    assert store.tiers[1].admission is not None and store.tiers[1].admission.refused == {"first_use": 6}
+    assert store.tiers[1].refused == {"first_use": 6}
 
 
 def test_put_writes_what_the_tier_takes() -> None:
@@ -69,8 +70,7 @@ def test_prompts_and_long_prompts() -> None:
     assert taken(store, chain[:3], BlockUse(100, 16, again=True)) == [True] * 3
     assert taken(store, chain[3:], BlockUse(70, 16)) == [True, False, False], "the fourth block ends at token 64"
     assert taken(store, chain, BlockUse(100, 16, again=True)) == [False] * 4 + [True] * 2
-    assert store.tiers[1].admission is not None
-    assert store.tiers[1].admission.refused == {"short": 3, "answer": 2}
+    assert store.tiers[1].refused == {"short": 3, "answer": 2}
 
 
 def test_promotions() -> None:
@@ -90,8 +90,7 @@ def test_write_rate() -> None:
     assert taken(store, make_frames(2, 9, SMALL_PAYLOAD), BlockUse()) == [True] * 5 + [False] * 4
     clock.now += 100.0
     assert taken(store, chain, BlockUse(again=True)) == [False] * 10 + [True] * 10 + [False] * 10
-    assert store.tiers[1].admission is not None
-    assert store.tiers[1].admission.refused == {"rate": 3, "gap": 1 + 18 + 3 + 9}
+    assert store.tiers[1].refused == {"rate": 3, "gap": 1 + 18 + 3 + 9}
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
