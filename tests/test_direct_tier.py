@@ -247,9 +247,10 @@ def test_an_erasure_beside_a_save(direct: Make, when: str) -> None:
     if when == "published":
         engine.device.end_step()
         assert engine.offload.flush(60)
-    assert engine.offload.erase_queued([ROOT[:16]]) == 0
-    for tier in engine.offload.store.tiers:
-        tier.store.erase(b"", ROOT[:16], deadline=soon())
+    with engine.offload.erasing([ROOT[:16]]) as queued:
+        assert queued == 0
+        for tier in engine.offload.store.tiers:
+            tier.store.erase(b"", ROOT[:16], deadline=soon())
     engine.device.stall(stalled=False)
     engine.device.end_step()
     assert engine.offload.flush(60)

@@ -144,6 +144,12 @@ def with_slow_tier(
     return made(fast, slow, slots=slots), fast, slow
 
 
+def _erase_queued(offload: EngineStores, roots: Sequence[bytes], timeout: float = 5.0) -> int:
+    """Drop what waits to be written, as before a sweep that finds nothing."""
+    with offload.erasing(roots, timeout) as queued:
+        return queued
+
+
 def test_a_load_does_not_wait_for_promotion(made: Callable[..., Device]) -> None:
     """A load from a slower tier ends while the faster one still blocks; the faster one gets the blocks later."""
     device, fast, _ = with_slow_tier(made, 1, 6)
@@ -280,12 +286,28 @@ def test_what_is_erased_is_not_read_into_a_faster_tier(made: Callable[..., Devic
     keys = device.keys(0, 4)
     load = device.offload.load(whole_loads.plan_of(device.offload, ROOT, keys), ROOT, keys, range(4))
     assert reading.wait(PATIENCE)
-    assert device.offload.erase_queued([ROOT[:8]]) == 0
+    assert _erase_queued(device.offload, [ROOT[:8]]) == 0
     go_on.set()
     device.wait(lambda: load.done)
     assert not any(fast.present(device.names(0, 4), deadline=soon()))
     assert device.load(0, 0, 4).loaded == 4
     assert all(fast.present(device.names(0, 4), deadline=soon()))
+
+
+def test_a_load_that_begins_during_an_erasure() -> None:
+    """What a load reads from a tier that is not swept yet does not get into one that is, with and without a copy between; after
+    the erasure the same load's rest does not either, and a later load does."""
+    for size in (1 << 20, 2 * FRAME):  # the second has no room for reads into its slots of the whole chain
+        slow, fast = filled(0, 4), MemoryStore(size, label="fast")
+        device = Device(fast, slow)
+        with device.offload.erasing([ROOT[:8]]) as queued:
+            fast.erase(b"", ROOT[:8], deadline=soon())
+            assert queued == 0 and device.load(0, 0, 4).loaded == 4
+            assert device.offload.flush(PATIENCE)
+            assert not any(fast.present(device.names(0, 4), deadline=soon()))
+        assert device.load(0, 0, 4).loaded == 4
+        assert device.offload.flush(PATIENCE)
+        assert any(fast.present(device.names(0, 4), deadline=soon()))
 
 
 def test_slots_of_a_read_that_hangs() -> None:
@@ -413,6 +435,43 @@ def test_a_postponed_promotion_gets_slots_of_later_blocks() -> None:
     assert sorted(read) == [2, 4] and pool.take(8) is not None
 
 
+def test_a_promotion_that_lost_its_slots_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a promotion gives its slots to an earlier one of its load, and too many are postponed already, it is dropped and
+    counted; what is written together with it, such as blocks of a request, is stored."""
+    monkeypatch.setattr(foreword.offload.writer, "_PROMOTION_PAUSE", 0.0)
+    monkeypatch.setattr(foreword.offload.writer, "_MOST_POSTPONED", 6)
+    blocks, size = torch.zeros(8, LAYOUT.block_bytes // 4), LAYOUT.block_bytes
+    fast = Gated(MemoryStore(1 << 20))
+    staging, store = StagingArena([[blocks]], 128), TieredStore([fast])
+    loading, saving = StagingSlots(range(8)), StagingSlots(range(8, 16))
+    writer = WriteBehind(store, staging, lambda names, slots, deadline: ([None] * len(slots), set()))
+
+    def headers(chain: int, count: int) -> list[Header]:
+        keys = chain_keys(ROOT, [chain] * 16 * count, 16)
+        pairs = enumerate(zip(keys, (ROOT, *keys), strict=False))
+        return [Header(LAYOUT.fingerprint, ROOT[:16], key, prior, at, RAW, size, size) for at, (key, prior) in pairs]
+
+    def save(chain: int) -> None:
+        taken = saving.take(4)
+        assert taken is not None
+        writer.add([WriteBatch(headers(chain, 4), taken, saving, {0})])
+
+    save(2)
+    assert fast.waiting.wait(PATIENCE)
+    chain = headers(1, 12)
+    for low, high, postponed in [(0, 4, True), (4, 8, False), (8, 12, False)]:
+        taken = loading.take(high - low)
+        assert taken is not None
+        writer.promote(chain[low:high], taken, loading, [0], 1.0)
+        assert not postponed or writer.drop_stored(loading)
+    save(3)
+    fast.gate.set()
+    assert writer.flush(PATIENCE)
+    assert (writer.saved, writer.failed, writer.dropped_promotions) == (8, 0, 4)
+    assert loading.take(8) is not None and saving.take(8) is not None
+    writer.close()
+
+
 @pytest.mark.parametrize("slots", [4, 16, 256])
 def test_all_of_a_load_is_promoted(made: Callable[..., Device], slots: int) -> None:
     """After a load of many blocks from a slower tier all of them are in the faster one, however few slots there are."""
@@ -434,7 +493,7 @@ def test_what_waits_for_a_promotion_is_erased(made: Callable[..., Device]) -> No
             assert device.load(chain, 8 * chain, 8).loaded == 8
         slow.get = lambda names, *_, **__: reads.extend(names) or [0] * len(names)  # type: ignore[method-assign]
         assert fast.waiting.wait(PATIENCE)
-        writing = device.offload.erase_queued([ROOT[:8]], 0.0)
+        writing = _erase_queued(device.offload, [ROOT[:8]], 0.0)
         assert 0 < writing <= 4 and device.offload.status().queued == writing
     finally:
         fast.gate.set()
@@ -477,11 +536,11 @@ def test_what_is_erased_is_not_written_afterwards(made: Callable[..., Device]) -
     assert store.waiting.wait(PATIENCE)
     for chain in range(1, 4):
         device.save(chain, 4 * chain, 4)
-    assert device.offload.erase_queued([b"another"], 0.0) == 0 and device.offload.status().queued == 16
-    assert device.offload.erase_queued([ROOT[:8]], 0.0) == 4, "these are being written"
+    assert _erase_queued(device.offload, [b"another"], 0.0) == 0 and device.offload.status().queued == 16
+    assert _erase_queued(device.offload, [ROOT[:8]], 0.0) == 4, "these are being written"
     assert device.offload.status().queued == 4
     store.gate.set()
-    assert device.offload.erase_queued([ROOT[:8]], PATIENCE) == 0
+    assert _erase_queued(device.offload, [ROOT[:8]], PATIENCE) == 0
     store.erase(deadline=soon())
     device.save(5, 20, 4)
     assert device.offload.flush(PATIENCE)
@@ -510,7 +569,7 @@ def test_what_is_erased_is_not_promoted_afterwards(made: Callable[..., Device]) 
     slow.get = held  # type: ignore[method-assign]
     store_load = device.offload.load(plan, ROOT, keys, range(4))
     assert reading.wait(PATIENCE)
-    assert device.offload.erase_queued([ROOT[:8]]) == 0
+    assert _erase_queued(device.offload, [ROOT[:8]]) == 0
     go_on.set()
     device.wait(lambda: store_load.finished)
     assert device.offload.flush(PATIENCE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from foreword.blocks.layout import BlockUnits, Layout
@@ -85,7 +86,8 @@ class EngineStores(OffloadManager):
 
         return self.later(work)
 
-    def erase_queued(self, roots: Sequence[bytes], timeout: float = 5.0) -> int:
-        """Drop what waits to be written of chains whose roots begin with one of these bytes: an erasure of the stores follows.
-        Returns how many blocks are still being written after `timeout` seconds."""
-        return self._writer.erase(roots, timeout)
+    def erasing(self, roots: Sequence[bytes], timeout: float = 5.0) -> AbstractContextManager[int]:
+        """The stores are swept inside of chains whose roots begin with one of these bytes. Drops what waits to be written of
+        them, and lets no load bring such blocks into a tier meanwhile. Gives how many blocks are still being written after
+        `timeout` seconds."""
+        return self._writer.erasing(roots, timeout)

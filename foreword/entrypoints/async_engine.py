@@ -449,8 +449,8 @@ class AsyncEngine:
             self.post(lambda: self._core.forget(salt))
             assert self.offload is not None
             memory = {tier.label for tier in self.offload.store.tiers if not tier.blocking}
-            queued = self.offload.erase_queued([salt.prefix])
-            erase_prefixes(self.offload.store, [salt.prefix], described([salt]), queued=queued, only=memory)
+            with self.offload.erasing([salt.prefix]) as queued:
+                erase_prefixes(self.offload.store, [salt.prefix], described([salt]), queued=queued, only=memory)
 
         if self.offload is not None:
             background_thread(drop, "generation")

@@ -235,7 +235,7 @@ def build_engine(
         offload.describe(info.name, bytes.fromhex(info.fingerprint), cache.groups)
     pins = retentions = erasures = None
     if offload is not None:
-        erasures = OpenErasures(offload.store, offload.erase_queued, data_keys)
+        erasures = OpenErasures(offload.store, offload.erasing, data_keys)
         pins = StorePins(offload, info.namespace, cache.groups, info.fingerprint)
         core.on_superseded = partial(_retire, offload, pins)
         if offload.store.writable:

@@ -41,7 +41,7 @@ def build_audit(
     if offload is None:
         quarantine, labels, loss = ChainQuarantine(None, info["namespace"]), [], ""
     else:
-        quarantine = ChainQuarantine(offload.store, info["namespace"], offload.erase_queued)
+        quarantine = ChainQuarantine(offload.store, info["namespace"], offload.erasing)
         labels, loss = [tier.label for tier in offload.store.tiers], offload.units[0].layouts[0].loss
 
     def differs(mismatch: Mismatch) -> None:

@@ -16,12 +16,14 @@ however few slots there are. A tier that has no room for blocks of a load gets n
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import logging
 import math
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
@@ -122,6 +124,15 @@ class WriteBatch:
         return any(header.root.startswith(roots) for header in self.headers)
 
 
+@dataclass(slots=True, eq=False)
+class ErasedRoots:
+    """Blocks whose roots begin with some bytes were erased. `until`: when the tiers had been swept; later than any load while
+    they are being swept, since a load that begins then may read a tier that was not, into one that was."""
+
+    roots: tuple[bytes, ...]
+    until: float = sys.float_info.max
+
+
 class WriteBehind:
     """Writes staged blocks into every tier, with one thread per tier: a slow tier does not delay the others.
 
@@ -145,7 +156,7 @@ class WriteBehind:
         self._flushing = 0
         self._promoted = 0
         self._quiet = -math.inf  # when nothing has been loaded for `_PROMOTION_PAUSE`
-        self._erased: list[tuple[tuple[bytes, ...], float]] = []  # newest last, for loads that began before
+        self._erased: list[ErasedRoots] = []  # newest last, for loads that began before their ends
         self.dropped = 0
         self.dropped_promotions = 0
         self.saved = 0
@@ -203,7 +214,7 @@ class WriteBehind:
 
     def _queue(self, batch: WriteBatch, started: float = math.inf) -> None:
         with self._changed:
-            if any(started <= at and batch.is_of(roots) for roots, at in self._erased):
+            if any(started <= one.until and batch.is_of(one.roots) for one in self._erased):
                 batch.pending.clear()
             if batch.pending and not self._closing:
                 batch.number = self._promoted = self._promoted + 1
@@ -237,6 +248,7 @@ class WriteBehind:
         waiting = sum(len(one.headers) for one in self._batches if one.postponed)
         if waiting + len(batch.headers) > _MOST_POSTPONED or self._closing:
             self.dropped_promotions += len(batch.headers)
+            batch.pending.clear()  # a tier that is taking batches may have it in its list
             return
         batch.postponed = True
         batch.latest = time.monotonic() + _LONGEST_PAUSE
@@ -250,16 +262,25 @@ class WriteBehind:
             self.dropped_promotions += sum(len(one.headers) for one in late)
             self._changed.notify_all()
 
-    def erase(self, roots: Sequence[bytes], timeout: float) -> int:
-        """Drop the blocks whose roots begin with one of these bytes, and promotions of such blocks that were loaded before, and
-        wait for those that are being written. Returns how many are still being written after `timeout` seconds."""
-        roots = tuple(roots)
+    @contextlib.contextmanager
+    def erasing(self, roots: Sequence[bytes], timeout: float) -> Iterator[int]:
+        """The caller sweeps the tiers inside. Drop the blocks whose roots begin with one of these bytes, and promotions of such
+        blocks by loads that began before the end, and wait for those that are being written. Gives how many are still being
+        written after `timeout` seconds."""
+        erased = ErasedRoots(tuple(roots))
+        try:
+            yield self._drop_erased(erased, timeout)
+        finally:
+            with self._changed:
+                erased.until = time.monotonic()
+
+    def _drop_erased(self, erased: ErasedRoots, timeout: float) -> int:
         # A load may have read such blocks before they were erased from the stores, and promote them afterwards. So the erasure
-        # is remembered for as long as a load may take, and `_queue` drops promotions of loads that began before it.
+        # is remembered for as long as a load may take, and `_queue` drops promotions of loads that began before its end.
         with self._changed:
             now = time.monotonic()
-            self._erased = [one for one in self._erased if now - one[1] < _LONGEST_LOAD] + [(roots, now)]
-            mine = [batch for batch in self._batches if batch.is_of(roots)]
+            self._erased = [*(one for one in self._erased if now - one.until < _LONGEST_LOAD), erased]
+            mine = [batch for batch in self._batches if batch.is_of(erased.roots)]
             for batch in mine:
                 batch.pending.clear()
             idle = [batch for batch in mine if not batch.writing]
@@ -273,10 +294,11 @@ class WriteBehind:
             return sum(len(batch.headers) for batch in busy if batch.writing)
 
     def unless_erased(self, started: float, headers: Sequence[Header], publish: Callable[[], object]) -> bool:
-        """Make a call that lets blocks be found, unless some were erased since `started`, when their load began. It must be
-        quick. Returns whether it was made. An erasure that begins after it finds the blocks in their tier."""
+        """Make a call that lets blocks be found, unless some were erased since `started`, when their load began, or are being
+        erased. It must be quick. Returns whether it was made. An erasure that begins later finds the blocks in their tier."""
         with self._changed:
-            if any(started <= at and any(one.root.startswith(roots) for one in headers) for roots, at in self._erased):
+            late = tuple(root for one in self._erased if started <= one.until for root in one.roots)
+            if any(one.root.startswith(late) for one in headers):
                 return False
             publish()
             return True
@@ -331,11 +353,13 @@ class WriteBehind:
         return max(min(self._quiet, latest) - time.monotonic(), 0.0)
 
     # Slots belong to the queue while a tier is `pending`, and to the tiers that write them while `writing` is not 0. The last
-    # tier finds neither, under the lock, and gives them back, once. `drop_stored` and `erase` leave them to tiers that write.
+    # tier finds neither, under the lock, and gives them back, once. `drop_stored` and `erasing` leave them to tiers that write.
     def _claim(self, tier: int, mine: Sequence[WriteBatch]) -> list[WriteBatch]:
         taken: list[WriteBatch] = []
         size, waits = 0, set[float]()
         for batch in mine:
+            if tier not in batch.pending:  # it lost its slots to an earlier one, and was dropped
+                continue
             if batch.promotion and batch.load in waits:  # first blocks of chains are written first
                 continue
             if taken and size + len(batch.headers) > self._max_write_slots:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -87,8 +88,8 @@ class OpenErasures:
     """The erasures of one engine.
 
     Args:
-        drop: drops what waits to be written of chains whose roots begin with these bytes; returns how many blocks are being
-            written.
+        erasing: the context of a sweep, given the first bytes of roots: drops what waits to be written of their chains, and
+            lets no load bring such blocks into a tier meanwhile; gives how many blocks are being written.
         keys: of tenants, if blocks are encrypted.
         pause: seconds before the first repetition.
     """
@@ -96,12 +97,12 @@ class OpenErasures:
     def __init__(
         self,
         store: TieredStore,
-        drop: Callable[[Sequence[bytes]], int],
+        erasing: Callable[[Sequence[bytes]], AbstractContextManager[int]],
         keys: TenantKeys | None = None,
         *,
         pause: float = _FIRST_PAUSE,
     ) -> None:
-        self._store, self._drop, self._keys, self._first_pause = store, drop, keys, pause
+        self._store, self._erasing, self._keys, self._first_pause = store, erasing, keys, pause
         self._records = SharedRecords(store, ERASURES)
         self._locations = {tier.label: tier.location for tier in store.tiers if tier.location}
         self._locations |= {} if keys is None else {KEY_STORE: KEY_STORE}
@@ -127,7 +128,8 @@ class OpenErasures:
         one = OpenErasure(os.urandom(12).hex(), prefixes, what, frozenset(everywhere), begun)
         record = _Once(lambda: self._write(one))
         self._jobs.add(record)
-        one.receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes)))
+        with self._erasing(prefixes) as queued:
+            one.receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=queued))
         one.tiers = _open_tiers(one.receipt)
         if one.tiers:
             record()  # the thread may be busy with others, and this process may end right after its answer
@@ -176,8 +178,8 @@ class OpenErasures:
             if KEY_STORE in one.tiers:
                 destroyed = destroy_keys(self._keys, one.prefixes)
                 one.prefixes = destroyed.prefixes
-            queued = self._drop(one.prefixes)
-            receipt = erase_prefixes(self._store, one.prefixes, one.what, queued=queued, only=one.tiers)
+            with self._erasing(one.prefixes) as queued:
+                receipt = erase_prefixes(self._store, one.prefixes, one.what, queued=queued, only=one.tiers)
             one.receipt = one.receipt.followed_by(destroyed.noted(receipt))
             one.tiers = _open_tiers(one.receipt)
             if not one.tiers:

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Final
 
 import msgspec
@@ -74,7 +75,7 @@ class ChainQuarantine:
     Args:
         store: None if the engine has no stores.
         fingerprint: of the model, hexadecimal.
-        drop: drops what waits to be written of chains whose roots begin with these bytes.
+        erasing: the context of a sweep, given the first bytes of roots: no such block is written by this instance meanwhile.
 
     Attributes:
         keys, roots, device: see `engine.hit_audit.Quarantine`.
@@ -85,14 +86,14 @@ class ChainQuarantine:
         self,
         store: TieredStore | None,
         fingerprint: str,
-        drop: Callable[[Sequence[bytes]], object] = lambda _: None,
+        erasing: Callable[[Sequence[bytes]], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self.keys: frozenset[bytes] = frozenset()
         self.roots: frozenset[bytes] = frozenset()
         self.device = False
         self.on_change: Callable[[], object] = lambda: None
         self._store = store
-        self._drop = drop
+        self._erasing = erasing
         self._records = None if store is None else SharedRecords(store, QUARANTINE)
         self._model = fingerprint[:32]
         self._lock = threading.Lock()
@@ -152,8 +153,8 @@ class ChainQuarantine:
         assert self._store is not None and self._records is not None
         try:
             self._records.put(record, chain)
-            self._drop([roots_behind(bytes.fromhex(chain.root)[:ROOT_BYTES])])
-            receipt = forget_chain(self._store, bytes.fromhex(chain.root), bytes.fromhex(chain.key), depth)
+            with self._erasing([roots_behind(bytes.fromhex(chain.root)[:ROOT_BYTES])]):
+                receipt = forget_chain(self._store, bytes.fromhex(chain.root), bytes.fromhex(chain.key), depth)
         except StoreError as error:
             log.error("quarantine: the stores could not be told of the chain %s: %s", chain.key, error.message)
             return

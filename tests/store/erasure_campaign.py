@@ -154,7 +154,7 @@ class Instance:
         arena = StagingArena([[torch.zeros(2, SIZE, dtype=torch.uint8)]], SLOTS)
         self._arena, self._slots = arena, StagingSlots(range(SLOTS))
         self.queue = WriteBehind(self.store, arena, lambda names, slots, deadline: ([], set()))  # nothing is promoted
-        self.erasures = OpenErasures(self.store, partial(self.queue.erase, timeout=0.2), keys, pause=PAUSE)
+        self.erasures = OpenErasures(self.store, partial(self.queue.erasing, timeout=0.2), keys, pause=PAUSE)
 
     def write(self, frames: Sequence[Frame]) -> int:
         """Queue blocks to be written behind. Returns how many found room."""
@@ -186,7 +186,7 @@ def _erase_in_child(urls: Sequence[str], salt: Salt, key_store: str, pipe: Conne
         _deny("scandir", unreadable)
     keys = DataKeys(EncryptionConfig(key_store=key_store, master_keys=(MASTER,))) if key_store else None
     store = open_store(urls) if keys is None else open_store(urls, keys=KeyRing(data=keys))
-    erasures = OpenErasures(store, lambda _: 0, keys, pause=60.0)
+    erasures = OpenErasures(store, lambda _: contextlib.nullcontext(0), keys, pause=60.0)
     pipe.send("ready")
     name, receipt = erasures.erase([salt])
     pipe.send((name, receipt.complete))
@@ -392,7 +392,7 @@ class Campaign:
             self.row.at_once += 1
             self._count_false("restarted", self._there(salt))
             return
-        adopted = OpenErasures(self.instance.store, lambda _: 0, self.keys, pause=PAUSE)
+        adopted = OpenErasures(self.instance.store, lambda _: contextlib.nullcontext(0), self.keys, pause=PAUSE)
         until = time.monotonic() + WITHIN
         while self._there(salt) and time.monotonic() < until:
             time.sleep(PAUSE)

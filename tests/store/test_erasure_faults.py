@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,10 @@ def filled(stack: ExitStack, *stores: Store) -> tuple[TieredStore, list[Frame], 
 
 def outcomes(receipt: Receipt) -> dict[str, PlaceOutcome]:
     return {one.name: one.outcome for one in receipt.places}
+
+
+def _nothing_queued(roots: Sequence[bytes]) -> AbstractContextManager[int]:
+    return nullcontext(0)
 
 
 def test_one_server_is_stopped(stack: ExitStack, tmp_path: Path) -> None:
@@ -173,7 +177,7 @@ def test_a_store_that_is_only_read(stack: ExitStack, tmp_path: Path) -> None:
     disk.close()
     store = stack.enter_context(closing(TieredStore([memory, DiskStore(tmp_path, 8 << 20, read_only=True)])))
     put_all(memory, mine)
-    erasures = OpenErasures(store, lambda _: 0)
+    erasures = OpenErasures(store, _nothing_queued)
     stack.callback(erasures.close)
     name, receipt = erasures.erase([ANN])
     assert outcomes(receipt) == {"memory": PlaceOutcome.ERASED, "disk": PlaceOutcome.READ_ONLY} and not receipt.complete
@@ -200,7 +204,7 @@ def test_a_file_system_that_takes_no_changes_for_a_while(
     process has opened a store."""
     disk = DiskStore(tmp_path, 8 << 20)
     store, mine, theirs = filled(stack, disk)
-    erasures = OpenErasures(store, lambda _: 0, pause=0.01)
+    erasures = OpenErasures(store, _nothing_queued, pause=0.01)
     stack.callback(erasures.close)
 
     def refuse(path: Any, **_: Any) -> None:
@@ -233,7 +237,7 @@ def test_another_instance_leaves_what_it_does_not_have(
         mine = of(ANN, 1)
         for tier in store.tiers:
             put_all(tier.store, mine)
-        erasures = OpenErasures(store, lambda _: 0, pause=60)
+        erasures = OpenErasures(store, _nothing_queued, pause=60)
         [path] = (tmp_path / "mine").rglob(mine[3].header.key.hex())
         with monkeypatch.context() as denied:
             deny(denied, path.parent)
@@ -245,10 +249,10 @@ def test_another_instance_leaves_what_it_does_not_have(
         return _recorded(tmp_path / "shared", name)
 
     with closing(open_store(other)) as store:
-        OpenErasures(store, lambda _: 0, pause=0.01).close()
+        OpenErasures(store, _nothing_queued, pause=0.01).close()
         assert records()
     with closing(open_store([f"disk://{tmp_path}/{one}?size=8MiB" for one in order])) as store:
-        erasures = OpenErasures(store, lambda _: 0, pause=0.01)
+        erasures = OpenErasures(store, _nothing_queued, pause=0.01)
         wait_until(lambda: not records(), "the erasure")
         erasures.close()
         for tier in store.tiers:
@@ -269,7 +273,7 @@ def test_an_answer_follows_the_record(stack: ExitStack, tmp_path: Path) -> None:
         return listed(*given, **more)
 
     disk.records = wait  # type: ignore[method-assign]
-    erasures = OpenErasures(store, lambda _: 0, pause=60)
+    erasures = OpenErasures(store, _nothing_queued, pause=60)
     stack.callback(erasures.close)
     stack.callback(opened.set)
     assert reached.wait(60)
@@ -287,7 +291,7 @@ def test_a_process_that_ends_in_an_erasure(tmp_path: Path) -> None:
     with closing(open_store([url])) as store:
         put_all(store.tiers[0].store, mine)
 
-        def end(roots: Sequence[bytes]) -> int:
+        def end(roots: Sequence[bytes]) -> AbstractContextManager[int]:
             wait_until(lambda: bool(list(records.glob("*~"))), "the record")
             raise SystemExit
 
@@ -298,7 +302,9 @@ def test_a_process_that_ends_in_an_erasure(tmp_path: Path) -> None:
         assert all(present(store, mine))
     [name] = (one.name[:-1] for one in records.glob("*~"))
     with closing(open_store([url])) as store, closing(open_store([url])) as beside:
-        late, erasures = (OpenErasures(one, lambda _: 0, pause=pause) for one, pause in ((beside, 2), (store, 0.01)))
+        late, erasures = (
+            OpenErasures(one, _nothing_queued, pause=pause) for one, pause in ((beside, 2), (store, 0.01))
+        )
         wait_until(lambda: not any(present(store, mine)), "the erasure")
         erasures.close()
         put_all(store.tiers[0].store, mine)
@@ -314,7 +320,7 @@ def test_an_erasure_that_is_open_in_two_places(tmp_path: Path, monkeypatch: pyte
         mine = of(ANN, 1)
         for tier in store.tiers:
             put_all(tier.store, mine)
-        erasures = OpenErasures(store, lambda _: 0, pause=60)
+        erasures = OpenErasures(store, _nothing_queued, pause=60)
         with monkeypatch.context() as denied:
             for folder in folders:
                 [path] = (tmp_path / folder).rglob(mine[3].header.key.hex())
@@ -322,14 +328,14 @@ def test_an_erasure_that_is_open_in_two_places(tmp_path: Path, monkeypatch: pyte
             name, _ = erasures.erase([ANN])
         erasures.close()
     with closing(open_store([f"disk://{tmp_path}/shared?size=8MiB"])) as store:
-        erasures = OpenErasures(store, lambda _: 0, pause=0.01)
+        erasures = OpenErasures(store, _nothing_queued, pause=0.01)
         wait_until(lambda: (found := erasures.get(name)) is not None and not found.tiers, "its part")
         erasures.close()
         found = erasures.get(name)
         assert found is not None and not found.receipt.complete
         assert not any(present(store.tiers[0].store, mine))
     with closing(open_store([f"disk://{tmp_path}/{one}?size=8MiB" for one in folders])) as store:
-        erasures = OpenErasures(store, lambda _: 0, pause=0.01)
+        erasures = OpenErasures(store, _nothing_queued, pause=0.01)
         wait_until(lambda: not _recorded(tmp_path / "shared", name), "the rest")
         erasures.close()
         assert not any(present(store.tiers[0].store, mine))
