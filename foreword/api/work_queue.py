@@ -56,12 +56,7 @@ class WorkQueue:
     def submit(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue `work`, which handles about `size` bytes or characters."""
         future: Future[T] = Future()
-        entry = (
-            self._clock() + size * _DELAY_PER_BYTE,
-            next(self._numbers),
-            future,
-            lambda: work(*args, **kwargs),
-        )
+        entry = (self._clock() + size * _DELAY_PER_BYTE, next(self._numbers), future, lambda: work(*args, **kwargs))
         short = size <= SHORT
         with self._lock:
             heapq.heappush(self._short if short else self._long, entry)

@@ -19,11 +19,7 @@ from foreword.errors import BadRequest, DeadlineExceeded
 from foreword.router.extras import Translation
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import TOKEN_BYTES, ProxiedRequest
-from foreword.router.replica_body import (
-    PASSED,
-    PATHS,
-    parse_request,
-)
+from foreword.router.replica_body import PASSED, PATHS, parse_request
 from foreword.router.replicas import clock
 from foreword.router.response_proxy import proxy_response
 from foreword.router.router import Router

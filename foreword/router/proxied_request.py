@@ -34,14 +34,7 @@ from foreword.errors import (
     UnknownPrefix,
 )
 from foreword.router.asked import asked_of
-from foreword.router.attempt import (
-    Attempt,
-    as_header,
-    describe_error,
-    describe_response,
-    is_certain,
-    retry_after,
-)
+from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.extras import ServedRequest, Translation
 from foreword.router.prompts import TokenizedPrompt

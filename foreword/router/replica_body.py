@@ -112,8 +112,7 @@ def replica_body(
 def asks_ids(request: GenerateRequest, kind: str) -> bool:
     """Whether the router wants token ids in a stream: with them vLLM leaves the prompt out of its echo. A plain OpenAI server
     does not know them."""
-    several = (kind == "foreword" or is_repeatable(request)) and choices_of(request) <= _MOST_WITH_IDS
-    can_go_on = request.single or several
+    can_go_on = choices_of(request) <= (_MOST_WITH_IDS if kind == "foreword" or is_repeatable(request) else 1)
     return kind != "openai" and len(request.prompts) <= 1 and can_go_on and not (request.echo and kind == "vllm")
 
 

@@ -172,9 +172,8 @@ class ResponseStream:
         assert choice.continuation is not None
         choice.finish_reason, self._unfinished, self.cut = reason, 0, True
         extra = {"usage": None} if self.request.include_usage else {}
-        return self.encode({"choices": [choice.continuation.make_choice(text, None, reason, match)], **extra}) + (
-            self.end() or b""
-        )
+        last = {"choices": [choice.continuation.make_choice(text, None, reason, match)], **extra}
+        return self.encode(last) + (self.end() or b"")
 
     def take(self, event: ServerSentEvent) -> bytes | None:
         """Events to send to the client for an event of the replica.
@@ -236,11 +235,7 @@ class ResponseStream:
     def _usage(self) -> tuple[dict[str, Any], UsageCounts]:
         """The usage of the whole response, counted by the router: as a chunk, and as counts."""
         prompt, count, cached = len(self.prompt_ids) or self.reader.counts.prompt or 0, self.tokens, None
-        usage: dict[str, Any] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": count,
-            "total_tokens": prompt + count,
-        }
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
         if self.reader.counts.cached is not None:
             cached = min(self.reader.counts.cached, prompt)
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
@@ -272,19 +267,17 @@ class ResponseStream:
             self._read_stamp(chunk)
         if not self.head:
             self.head = {name: value for name, value in _decode(event.data).items() if name not in _NOT_HEAD}
-        ends = len(self.choices) > 1 and any(one.finish_reason for one in chunk.choices)
-        self.begun = self.begun or self.reader.begun or ends
+        ends = any(one.finish_reason for one in chunk.choices)
+        self.begun = self.begun or self.reader.begun or (ends and len(self.choices) > 1)
         if self.converts:
             return self._converted(chunk.choices)
-        if len(chunk.choices) > 1:
-            return self._several(event, chunk, chunk.choices)
-        choice = chunk.choices[0]
-        text = choice.shown
-        stream = self._remember(chunk, choice, text)
-        silent = not (text or choice.finish_reason or self.reader.other)
-        if silent and self._is_dropped(chunk, choice, stream):
+        output = ends or self.reader.other or len(chunk.choices) > 1
+        for choice in chunk.choices:
+            text = choice.shown
+            stream = self._remember(chunk, choice, text)
+        if not (output or text) and self._is_dropped(chunk, choice, stream):
             return None
-        return self._forward(event, chunk, chunk.choices, finishes=choice.finish_reason is not None)
+        return self._forward(event, chunk, chunk.choices, finishes=ends)
 
     def _read_stamp(self, chunk: AnswerChunk) -> None:
         """Read a replica's stamp from its first chunk. Raises ReplicaFailed if it continues a response of other weights."""
@@ -306,8 +299,7 @@ class ResponseStream:
             self.exact, stream = False, ChoiceStream() if index < self._count else self.choices[0]
         if prompt and self.exact:
             self.prompt_ids = prompt
-        if not ids and (text or self.reader.other):
-            self._pieces += 1
+        self._pieces += not ids and bool(text or self.reader.other)
         if ids:
             stream.tokens += ids
         elif self.reader.other:
@@ -317,8 +309,7 @@ class ResponseStream:
             self.exact = self.exact and bool(prompt)  # the text with the prompt's ids is the prompt
         if text:
             stream.add(text, ids)
-        if self.reader.other:
-            self.text_only = False
+        self.text_only = self.text_only and not self.reader.other
         if choice.finish_reason and stream.finish_reason is None:
             stream.finish_reason = choice.finish_reason
             self._unfinished = max(self._unfinished - 1, 0)
@@ -333,12 +324,6 @@ class ResponseStream:
         asked = bool(choice.token_ids is not None or choice.prompt_token_ids or chunk.prompt_token_ids)
         asked = asked and (self._restarted or not self._source.is_vllm) and not self.request.return_token_ids
         return asked and self.opened and not is_set(choice.logprobs)
-
-    def _several(self, event: ServerSentEvent, chunk: AnswerChunk, choices: list[AnswerChoice]) -> bytes | None:
-        """A chunk with several choices."""
-        for choice in choices:
-            self._remember(chunk, choice, choice.shown)
-        return self._forward(event, chunk, choices, finishes=any(one.finish_reason is not None for one in choices))
 
     def _forward(
         self, event: ServerSentEvent, chunk: AnswerChunk, choices: list[AnswerChoice], *, finishes: bool

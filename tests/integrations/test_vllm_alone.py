@@ -48,6 +48,19 @@ def test_a_setting_of_another_product(
     settings.read({"store": given["store"]})
 
 
+def test_memory_of_other_processes(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A memory tier needs the extras where the scheduler is another process than the workers, with one rank too, and nowhere
+    else: that is said before a store opens."""
+    read = vllm("connector_config").ConnectorSettings.read
+    memory, disk = read({"store": ["memory://?size=1MiB"]}), read({"store": ["disk:///nowhere/kv?size=64MiB"]})
+    memory.check_processes(True)
+    monkeypatch.setitem(sys.modules, f"{EXTRAS}.transfer", None)
+    with pytest.raises(ConfigError, match=f"memory:// with a scheduler apart from its workers need {PACKAGE}"):
+        memory.check_processes(True)
+    memory.check_processes(False)
+    disk.check_processes(True)
+
+
 def test_events_say_nothing_of_the_tiers(
     vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -95,16 +95,8 @@ class ConnectorSettings:
         units = portable_layout(given.pop("layout", "native"), counts)
         if units is not None and transfer is not None:
             raise ConfigError("KV is transferred between instances in the native layout; leave out layout or transfer")
-        known = (
-            "store",
-            "fingerprint",
-            "transfer",
-            "staging",
-            "direct",
-            "lookup_timeout",
-            "load_timeout",
-            "flush_seconds",
-        )
+        own = ("store", "fingerprint", "transfer")
+        known = (*own, "staging", "direct", "lookup_timeout", "load_timeout", "flush_seconds")
         for key in given:
             if key not in known:
                 more = ("encryption", "layout", *_UNITS, "trust_unmeasured")
@@ -142,6 +134,12 @@ class ConnectorSettings:
         """The salt in its tenant's generation now."""
         keys = data_keys_of(self.encryption)
         return salt if keys is None else Salt(keys.current(salt.tenant), salt.client)
+
+    def check_processes(self, separate: bool) -> None:
+        """Raises ConfigError where a scheduler in another process than the workers (`separate`) could not look into their
+        memory: before a store opens."""
+        if separate and any(parse(url).reach is Reach.PROCESS for url in self.store.urls):
+            transfer_extra()
 
     def version_of(self, vllm_config: Any) -> WeightsVersion:
         """The version of the weights when vLLM starts. Dummy weights are random: without a name they have one of their own."""
@@ -236,6 +234,7 @@ class KVCacheInfo:
         parallel = vllm_config.parallel_config
         self.ranks: int = int(parallel.tensor_parallel_size)
         self.separate = self.ranks > 1 or parallel.distributed_executor_backend != "uni"
+        settings.check_processes(self.separate)
         if parallel.pipeline_parallel_size != 1:
             raise ModelUnsupported(
                 "pipeline parallelism is not supported by Foreword's connector: vLLM's scheduler does not know the layers of "

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_WHAT = "transfer between instances, peer:// stores, and memory:// with several ranks need"
+_WHAT = "transfer between instances, peer:// stores, and memory:// with a scheduler apart from its workers need"
 
 
 class Handoffs:
