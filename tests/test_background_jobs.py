@@ -113,6 +113,20 @@ def test_jobs_follow_a_simple_reference(rounds: list[list[tuple[bool, bool]]], m
     assert (jobs.failed, jobs.dropped["full"]) == (reference.failed, reference.refused)
 
 
+@pytest.mark.usefixtures("quiet")
+def test_a_job_that_exits_ends_no_thread() -> None:
+    """A job that raises SystemExit counts as failed, and the next one is done."""
+    jobs, done = BackgroundJobs("test", most=None), threading.Event()
+
+    def leave() -> None:
+        raise SystemExit
+
+    assert jobs.add(leave) and jobs.flush(LIMIT)
+    assert jobs.add(done.set) and jobs.flush(LIMIT)
+    assert done.is_set() and jobs.failed == 1 and jobs.waiting == 0
+    assert jobs.close(LIMIT)
+
+
 def test_flush_waits_for_what_was_given_before() -> None:
     """`flush` returns when the jobs given before it have ended, also on several threads, and not for those that come later. It
     says when that takes too long."""

@@ -100,10 +100,13 @@ class ChainQuarantine:
         self._chains: dict[str, QuarantinedChain] = {}
         self._ends: dict[str, float] = {}  # of these, on this process's monotonic clock
         self._own: set[str] = set()  # record keys of what was found here
+        self._refused: dict[
+            str, tuple[QuarantinedChain, int]
+        ] = {}  # chains, with depths, that the queue had no room for
         self._jobs: BackgroundJobs | None = None
         if store is not None:
             self.scan()
-            self._jobs = BackgroundJobs("quarantine", most=MAX_CHAINS, tick=self.scan, every=_SCAN_SECONDS)
+            self._jobs = BackgroundJobs("quarantine", most=MAX_CHAINS, tick=self._follow, every=_SCAN_SECONDS)
 
     @property
     def chains(self) -> list[QuarantinedChain]:
@@ -121,12 +124,13 @@ class ChainQuarantine:
             self._chains[record] = chain
             self._ends[record] = ends
             self._publish()
-        if self._jobs is not None:
-            self._jobs.add(lambda: self._remove(record, chain, mismatch.block))
+        if self._jobs is not None and not self._jobs.add(lambda: self._remove(record, chain, mismatch.block)):
+            self._refused[record] = chain, mismatch.block
+            log.error("quarantine: the stores are told of the chain %s later: too many wait", key)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the stores have no block of the chains that were found here."""
-        return self._jobs is None or self._jobs.flush(timeout)
+        return self._jobs is None or (self._jobs.flush(timeout) and not self._refused)
 
     def close(self) -> None:
         if self._jobs is not None:
@@ -159,6 +163,12 @@ class ChainQuarantine:
             log.error("quarantine: the stores could not be told of the chain %s: %s", chain.key, error.message)
             return
         log.error("quarantine: removed the chain %s from the stores: %s", chain.key, receipt.removed)
+
+    def _follow(self) -> None:
+        while self._refused:
+            record, (chain, depth) = self._refused.popitem()
+            self._remove(record, chain, depth)
+        self.scan()
 
     def scan(self) -> None:
         """Read the records, and delete those that have expired."""

@@ -75,7 +75,8 @@ class BackgroundJobs:
         return self._work.queue.qsize()
 
     def add(self, job: Callable[[], object]) -> bool:
-        """Do a job whose result is not needed. False if it is refused: the queue is full or closed."""
+        """Do a job whose result is not needed. False if it is refused: the queue is full or closed. Raises RuntimeError if no
+        thread can be started."""
         return not self._give(_Job(job))
 
     def submit(self, job: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Future[Result]:
@@ -87,7 +88,7 @@ class BackgroundJobs:
         return future
 
     def flush(self, timeout: float) -> bool:
-        """Wait for all jobs that were given before. False if that takes longer. At once if the threads have ended."""
+        """Wait for all jobs that were given before. False if that takes longer, or the threads have ended before."""
         return self._work.flush(timeout)
 
     def close(self, timeout: float) -> bool:
@@ -189,7 +190,7 @@ class _Work:
         if job.future is None:
             try:
                 job.call()
-            except Exception:  # no caller waits for it, and the jobs behind it must be done
+            except BaseException:  # also SystemExit: no caller waits for it, and the jobs behind it must be done
                 self.failed += 1
                 logger.exception("a job of %s failed", self.name)
         elif job.future.set_running_or_notify_cancel():
@@ -204,12 +205,12 @@ class _Work:
         with self.changed:
             self._flushing += 1
             asked = list(self.open)
-            done = self.changed.wait_for(
+            self.changed.wait_for(
                 lambda: not any(job in self.open for job in asked) or not any(one.is_alive() for one in self.threads),
                 timeout,
             )
             self._flushing -= 1
-            return done
+            return not any(job in self.open for job in asked)
 
     def drop_all(self) -> int:
         """Drop the jobs that no thread has begun. Returns how many."""

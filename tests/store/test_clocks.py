@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
@@ -139,6 +140,32 @@ def quarantine(stack: ExitStack, folder: Path) -> ChainQuarantine:
     found = ChainQuarantine(store, "ab" * 32)
     stack.callback(found.close)
     return found
+
+
+def test_a_chain_that_the_queue_refuses_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chains that are found while too many wait are removed from the stores all the same."""
+    monkeypatch.setattr(quarantine_module, "MAX_CHAINS", 1)
+    monkeypatch.setattr(quarantine_module, "_SCAN_SECONDS", 0.01)
+    begun, gate = threading.Event(), threading.Event()
+
+    @contextmanager
+    def held(prefixes: Sequence[bytes]) -> Iterator[None]:
+        begun.set()
+        assert gate.wait(60)
+        yield
+
+    with closing(DiskStore(tmp_path, 1 << 20)) as disk:
+        chains = [make_frames(number, 2, 1000, root=roots(number)) for number in range(1, 4)]
+        for frames in chains:
+            put_all(disk, frames)
+        found = ChainQuarantine(TieredStore([disk], [0]), "ab" * 32, held)
+        for number, frames in enumerate(chains, start=1):
+            keys = [one.header.key for one in frames[:1]]
+            found.add(Mismatch(array("I"), roots(number), keys, 0, "disk", (0,), [], [], 0.0, b""))
+            assert begun.wait(60)
+        gate.set()
+        wait_until(lambda: not any(one for frames in chains for one in read(disk, frames)), "all are removed")
+        found.close()
 
 
 @pytest.mark.parametrize("skew", SKEWS)
