@@ -324,7 +324,7 @@ class ServerChecks(Checks):
 
     def tiers(self) -> Iterator[CheckResult]:
         """Check that written blocks reach every tier, and are loaded from there."""
-        if self.vllm and "vllm:foreword_" not in self.before.text:
+        if self.vllm and not any(name.startswith("vllm:foreword_") for name in self.before.families):
             raise CheckFailed(
                 "stores",
                 "vLLM runs without Foreword's connector, or it has not started",

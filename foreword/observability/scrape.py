@@ -22,6 +22,7 @@ class Scrape:
 
     Attributes:
         kind: the kind of the server; None if it is none of them.
+        families: names of its metrics without `_total`, also of those that have no series yet.
     """
 
     def __init__(self, text: str) -> None:
@@ -29,9 +30,11 @@ class Scrape:
         from prometheus_client.parser import text_string_to_metric_families
 
         self.kind = next((kind for kind, name in KINDS.items() if name in f"\n{text}"), None)
+        self.families: set[str] = set()
         self._series: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         try:
             for family in text_string_to_metric_families(text):
+                self.families.add(family.name)
                 for one in family.samples:
                     self._series.setdefault(one.name, []).append((one.labels, one.value))
         except IndexError as error:  # of the parser, for some lines that end too early

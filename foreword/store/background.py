@@ -1,7 +1,8 @@
 """Threads beside the one that computes: their priority and cores, so that they do not slow it; large batches in parts on
 several threads, since a copy in the kernel takes one core; and one that has pages allocated.
 
-Threads of the package are started here; `dev/threads.md` lists them, and the few that are not. Queues of jobs are in `background_jobs.py`.
+Threads of the package are started here; `dev/threads.md` lists them, and the few that are not. Queues of jobs are in
+`background_jobs.py`.
 """
 
 from __future__ import annotations
