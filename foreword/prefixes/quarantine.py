@@ -126,7 +126,7 @@ class ChainQuarantine:
             self._publish()
         if self._jobs is not None and not self._jobs.add(lambda: self._remove(record, chain, mismatch.block)):
             self._refused[record] = chain, mismatch.block
-            log.error("quarantine: the stores are told of the chain %s later: too many wait", key)
+            log.error("quarantine: the chain %s is removed from the stores later: too many wait", key)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the stores have no block of the chains that were found here."""
