@@ -258,6 +258,17 @@ def test_an_erasure_beside_a_save(direct: Make, when: str) -> None:
         assert store.present(names_of_chain(7, 4), deadline=soon()) == [False] * 4
 
 
+def test_saves_of_a_ring_that_is_closed(direct: Make) -> None:
+    """Blocks that were taken before the ring is closed, and are not copied, count as failed, and no call finds them."""
+    engine = direct()
+    with engine.offload.saving():
+        assert engine.save(7, range(4)) == 4
+        engine.offload._direct.ring.close()
+    assert engine.offload.flush(60)
+    assert (engine.offload.status().saved, engine.offload.status().failed) == (0, 4)
+    assert engine.memory.present(names_of_chain(7, 4), deadline=soon()) == [False] * 4
+
+
 # Where the device is not used
 
 

@@ -338,16 +338,28 @@ class DirectTier(DirectCopies):
         event: Event | None = None
         try:
             for _, some in itertools.groupby(sorted(saves, key=lambda one: one.group), key=lambda one: one.group):
-                event = self._launch_group([*some]) or event
+                mine = [*some]
+                ended = self._launch_group(mine)
+                if ended is None and any(one.reserved.slots for one in mine):  # the ring was closed meanwhile
+                    self._abandon(mine)
+                    saves = [one for one in saves if one not in mine]
+                event = ended or event
         except BaseException:
             with contextlib.suppress(Exception):  # the error that is raised says more
                 self.ring.saved().synchronize()
-            for one in saves:
-                self.tier.abandon(one.reserved)
+            self._abandon(saves)
             raise
+        if not saves:
+            return
         with self._changed:
             self._pending += sum(len(one.headers) for one in saves)
         self._copies.put((saves, event if event is not None else self.ring.mark()))
+
+    def _abandon(self, saves: Sequence[_Save]) -> None:
+        """Blocks are not in their slots."""
+        for one in saves:
+            self.failed += len(one.headers)
+            self.tier.abandon(one.reserved)
 
     def _launch_group(self, saves: Sequence[_Save]) -> Event | None:
         """Queue the copies of one group's blocks, a piece of the ring at a time. Returns the end of the last."""
@@ -376,9 +388,7 @@ class DirectTier(DirectCopies):
                     self._publish(one)
             except Exception:  # a device's error has many types; the next ones fail by themselves
                 log.exception("%s: blocks were not saved", self.tier.label)
-                for one in saves:
-                    self.failed += len(one.headers)
-                    self.tier.abandon(one.reserved)
+                self._abandon(saves)
             finally:
                 with self._changed:
                     self._pending -= sum(len(one.headers) for one in saves)
