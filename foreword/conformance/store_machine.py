@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -82,7 +83,10 @@ class StoreMachine(RuleBasedStateMachine):
         known = [Header.unread(one.name, one.header.length) if unread else one.header for one in part]
         reserved = self.store.reserve(known, unread=unread, deadline=soon())
         mine = [part[at] for at in reserved.positions]
-        new = {name for name in names_of(part) if name not in self.blocks and name not in self.reserved}
+        asked = names_of(part)
+        if unread:  # a reservation of blocks that are read ends at the first without a slot
+            asked = list(itertools.takewhile(lambda name: name not in self.blocks and name not in self.reserved, asked))
+        new = {name for name in asked if name not in self.blocks and name not in self.reserved}
         assert set(names_of(mine)) == new if not self.bounded else set(names_of(mine)) <= new
         for one, place in zip(mine, reserved.frames(), strict=True):
             place[:] = one.data

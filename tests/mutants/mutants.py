@@ -283,7 +283,7 @@ MUTANTS = (
     Mutant(
         "write queue: what was erased is promoted",
         "foreword/offload/writer.py",
-        "            if any(started <= at and batch.is_of(roots) for roots, at in self._erased):",
+        "            if any(started <= one.until and batch.is_of(one.roots) for one in self._erased):",
         "            if False:",
         ("tests/test_offload.py",),
     ),
