@@ -1,4 +1,4 @@
-"""What a memory tier costs a load that comes from the disk behind it.
+"""Cost of a memory tier for a load that comes from the disk behind it.
 
     python -m benchmarks.store.promotion [--folder /var/tmp] [--sizes 64,1024] [--rounds 9] [--mib 64]
 

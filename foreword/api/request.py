@@ -17,7 +17,7 @@ from foreword.decoders import decode_json
 from foreword.errors import BadRequest
 from foreword.tokens.structured_output import StructuredOutput as OutputFormat
 
-# What a server is, to a router.
+# Kinds of servers behind a router.
 ReplicaKind = Literal["foreword", "vllm", "openai"]
 DialectName = Literal["chat", "completions", "responses", "messages", "embeddings", "other"]
 Role = Literal["system", "user", "assistant", "tool"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -41,7 +42,7 @@ _OF_SERVERS: Final = (
 )
 _TIERS: Final = {"vllm:foreword_": _OF_CONNECTORS, "sglang:foreword_": _OF_CONNECTORS, "foreword:tier_": _OF_SERVERS}
 _DROPPED: Final = ("vllm:foreword_dropped_blocks_total", "foreword:store_dropped_blocks_total")
-# What a state of a tier means, and how bad it is: 0 is the worst.
+# States of tiers that are problems: rank, 0 for the worst, and a sentence.
 _BAD_STATES: Final = {
     "off": (1, "is skipped after repeated errors"),
     "suspended": (1, "is not read: an audit found a wrong block in it"),
@@ -142,7 +143,9 @@ class WatchedServer:
         except TimeoutError:
             self.problem = f"no answer within {_ANSWER_SECONDS:.0f} s"
         except (aiohttp.ClientError, OSError) as error:
-            self.problem = reason_of(error)
+            # The system's words: aiohttp's have an address as Python prints it.
+            number = getattr(error, "errno", None) or 0
+            self.problem = f"no connection: {os.strerror(number) if number > 0 else reason_of(error)}"
         except ValueError:
             self.problem = "its /metrics is not Prometheus' text format"
         else:

@@ -100,9 +100,8 @@ class ChainQuarantine:
         self._chains: dict[str, QuarantinedChain] = {}
         self._ends: dict[str, float] = {}  # of these, on this process's monotonic clock
         self._own: set[str] = set()  # record keys of what was found here
-        self._refused: dict[
-            str, tuple[QuarantinedChain, int]
-        ] = {}  # chains, with depths, that the queue had no room for
+        # Chains, with depths, that the queue had no room for.
+        self._refused: dict[str, tuple[QuarantinedChain, int]] = {}
         self._jobs: BackgroundJobs | None = None
         if store is not None:
             self.scan()

@@ -1,4 +1,4 @@
-"""One choice of a streamed response: what the client has of it, and how the output of another replica goes on from there."""
+"""One choice of a streamed response: what the client has of it, and how another replica continues it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class NotReproduced(ReplicaFailed):
 
 
 class ChoiceStream:
-    """A choice, as far as it was sent.
+    """The part of a choice that was sent.
 
     Attributes:
         tokens: ids of its output.
@@ -23,7 +23,7 @@ class ChoiceStream:
         has_role: the chunk with the role was sent.
         finish_reason: set once it was sent.
         continuation: converts the next replica's chunks; None if they are those of the client.
-        repeated: tokens of the next replica that were compared with `tokens`; None if it goes on behind them.
+        repeated: tokens of the next replica that were compared with `tokens`; None if it continues after them.
     """
 
     __slots__ = (
@@ -76,12 +76,12 @@ class ChoiceStream:
             self.settled = (len(self.tokens), self._length)
 
     def cut_to(self, tokens: list[int], repeated: int) -> None:
-        """Another replica goes on behind these tokens, and computes the next `repeated` again."""
+        """Another replica continues after these tokens, and computes the next `repeated` again."""
         self._entries = max(self.entries, len(tokens) + repeated)
         self.tokens = tokens
 
     def take(self, choice: AnswerChoice, wants_token_ids: bool) -> tuple[dict[str, Any] | None, bool]:
-        """The client's choice for one of the replica that goes on, None without any; and whether the router found its end.
+        """The client's choice for one of the replica that continues it, None without any; and whether the router found its end.
 
         Raises ReplicaFailed for malformed log-probabilities, and NotReproduced.
         """
@@ -100,7 +100,7 @@ class ChoiceStream:
         return made, self.finish_reason is not None and choice.finish_reason is None
 
     def _compare(self, choice: AnswerChoice) -> None:
-        """Note the tokens of the replica that goes on. Those that the client has must be the same again, and all must come."""
+        """Note the tokens of the replica that continues it. Those of the client must be the same again, and all must come."""
         ids = choice.token_ids or []
         if self.repeated is None:
             self.tokens += ids

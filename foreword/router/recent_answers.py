@@ -1,4 +1,4 @@
-"""What the last requests showed: how fast each replica answered, whether it failed, and with which prefixes the prompts began.
+"""Newest answers of replicas: how fast each replica answered, whether it failed, and with which prefixes the prompts began.
 The fleet page shows it.
 """
 

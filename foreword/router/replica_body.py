@@ -35,7 +35,7 @@ PASSED: Final[Mapping[str, DialectName]] = {
     "/v2/embed": "other",
 }
 _INVOKED: Final[Mapping[str, DialectName]] = {"messages": "chat", "prompt": "completions"}
-# Dialects that replicas need not know, as far as they are installed.
+# Installed dialects that replicas need not know.
 TRANSLATED: Final = tuple(name for name in DIALECTS if name not in _INVOKED.values())
 # Replicas send the ids of the prompt again with each choice.
 _MOST_WITH_IDS: Final = 16

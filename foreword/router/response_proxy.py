@@ -431,7 +431,7 @@ class _ResponseProxy:
     # Failover
 
     async def _plan(self) -> StreamEvent:
-        """Find out how another replica goes on."""
+        """Find out how another replica can continue."""
         try:
             whole = await self._prepare_continuation(self._present)
         except (ReplicaFailed, NoReplica) as problem:

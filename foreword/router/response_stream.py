@@ -366,7 +366,7 @@ class ResponseStream:
         return b"data: " + _encode(chunk) + b"\n\n"
 
     def _converted(self, choices: list[AnswerChoice]) -> bytes | None:
-        """Choices of the replica that goes on, whose chunks are not those of the client."""
+        """Choices of the replica that continues, whose chunks are not those of the client."""
         found: list[dict[str, Any]] = []
         for choice in choices:
             if choice.index >= len(self.choices):

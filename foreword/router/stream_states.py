@@ -27,9 +27,9 @@ class StreamState(StrEnum):
     LOST = "lost"  # the replica was lost before any output
     BROKEN = "broken"  # the replica was lost behind output
     LOST_LATE = "lost late"  # the replica was lost behind the finish reasons
-    PLANNING = "planning"  # how another replica can go on is found out
-    PLACING_REST = "placing the rest"  # waits for a replica that goes on
-    ASKED_REST = "asked for the rest"  # a replica was asked to go on
+    PLANNING = "planning"  # looks for a way to continue on another replica
+    PLACING_REST = "placing the rest"  # waits for a replica that continues
+    ASKED_REST = "asked for the rest"  # a replica was asked to continue
     ENDED = "ended"
 
 
@@ -46,9 +46,9 @@ class StreamEvent(StrEnum):
     BREAKS = "replica lost"
     AGAIN = "another attempt is allowed"
     NO_MORE = "no other attempt is allowed"
-    CONTINUES = "another replica can go on"
+    CONTINUES = "another replica can continue"
     WHOLE = "nothing is missing"  # what the client did not have was sent
-    STUCK = "no other replica can go on"
+    STUCK = "no other replica can continue"
     FATAL = "the request ends with an error"
     LEFT = "client left"  # or the deadline passed
 
@@ -63,7 +63,7 @@ class StreamAction(StrEnum):
     NOTE_OUTPUT = "note the replica's first output"
     JUDGE = "note the loss; find out whether another attempt is allowed"
     RESTART = "forget what the lost replica has begun"
-    PLAN = "find out how another replica goes on"
+    PLAN = "find out how another replica can continue"
     NOTE_CONTINUED = "count the continuation"
     SUCCEED = "note the replica's success"
     RELEASE = "end the attempt"

@@ -1,4 +1,4 @@
-"""What the fleet page shows of recent requests: answers of replicas, shared prefixes, decisions, causes of misses."""
+"""Recent requests for the fleet page: answers of replicas, shared prefixes, decisions, causes of misses."""
 
 from __future__ import annotations
 

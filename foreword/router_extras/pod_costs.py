@@ -1,4 +1,4 @@
-"""What a pod's removal would lose: the blocks that a replica holds, written into its pod where Kubernetes looks for it.
+"""Costs of removing pods: the blocks that a replica holds, written into its pod where Kubernetes looks for it.
 
 A ReplicaSet that gets smaller removes the pods with the lowest `controller.kubernetes.io/pod-deletion-cost` first. Several
 routers write about the same number.

@@ -1,4 +1,4 @@
-"""What a tiered store knows of the rules by which a tier does not take every block, or gets blocks late.
+"""The interface of rules by which a tier does not take every block, or gets blocks late.
 
 The rules themselves are of another product (`store/tier_admission.py`).
 """

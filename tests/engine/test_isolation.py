@@ -180,7 +180,7 @@ def test_each_call_with_stores(engine: Callable[..., LLM]) -> None:
     finally:
         for llm in made:
             llm.close()
-    assert {"BlockSaver.save_chunk", "BlockSaver.save_turn", "OffloadManager.save", "BlockSaver.end"} <= places
+    assert {"BlockSaver.save_chunk", "BlockSaver._save_turn", "OffloadManager.save", "BlockSaver.end"} <= places
 
 
 def test_prompts_of_a_batch(engine: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

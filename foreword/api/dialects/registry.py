@@ -33,5 +33,5 @@ def _table() -> dict[DialectName, Dialect]:
     return {one.name: one for one in (*found, *(of_product(_MORE) or ()))}
 
 
-# Those that are installed.
+# Dialects that are installed.
 DIALECTS: Final[Mapping[DialectName, Dialect]] = _table()
