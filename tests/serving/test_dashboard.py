@@ -360,11 +360,13 @@ def test_tenants_see_their_own(site: DashboardServer) -> None:
 _LAST_HOUR = """
 const done = arguments[arguments.length - 1];
 const [times, rows, start] = arguments;
-Promise.all([import("./metrics.js"), import("./parts.js"), import("./dom.js")]).then(([{ Timeline }, { figure }, { percent }]) => {
+const modules = ["./metrics.js", "./parts.js", "./dom.js"].map((name) => import(name));
+Promise.all(modules).then(([{ Timeline }, { figure }, { percent }]) => {
   const timeline = new Timeline();
   timeline.load({ series: [["asked", {}], ["found", {}]], times, values: rows });
   const [asked, found] = rows[rows.length - 1];
-  timeline.push(times[times.length - 1] + 1, new Map([["process_start_time_seconds", start], ["asked", asked], ["found", found]]));
+  const values = new Map([["process_start_time_seconds", start], ["asked", asked], ["found", found]]);
+  timeline.push(times[times.length - 1] + 1, values);
   const past = (_, before, after) => {
     const delta = (name) => (after.get(name) || 0) - (before.get(name) || 0);
     return delta("found") / delta("asked");
