@@ -32,6 +32,7 @@ from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.errors import BadFrame
 from foreword.offload.direct_extra import DirectCopies, DirectExtra
+from foreword.offload.lent_share import LentShare
 from foreword.offload.pinned import PIN_BYTES, AllocatedArena, CudaPinning, PinnedMemory, Pinning
 from foreword.offload.ring import (
     PIECE_BYTES,
@@ -202,8 +203,7 @@ class DirectTier(DirectCopies):
         self.tier: StoreTier = store.tiers[self.place]
         self._places = places
         self._writer = writer
-        # A load that has most of a small tier's slots would keep saves waiting.
-        self._most_lent = min(max(PIECES_OF_A_LOAD * ring.piece_bytes, len(memory) // 2), _LENT_BYTES)
+        self._share = LentShare(len(memory), _LENT_BYTES)
         self._waiting: list[_Save] = []
         self._pending = 0
         self._full = False
@@ -432,9 +432,7 @@ class DirectTier(DirectCopies):
         if not self.usable:
             return 0
         longest = HEADER_BYTES + max(self.ring.block_bytes)
-        most, room = max(min(size, self._most_lent) // longest, 1), self.ring.piece_bytes // longest
-        most -= most % room if most > room else 0  # pieces of the ring that are full
-        some = places[done : done + most]
+        some = places[done : done + max(min(size, _LENT_BYTES) // longest, 1)]
         if some.count(self.place) == len(some):
             return len(some)
         return len([*itertools.takewhile(self.place.__eq__, some)])
@@ -444,8 +442,11 @@ class DirectTier(DirectCopies):
         return self.ring.free
 
     def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[_TierLoad, None, None]:
+        stride = max(HEADER_BYTES + max(self.ring.block_bytes), 0 if self._memory is None else self._memory.stride)
+        count = self._share.take(count, stride, self.ring.piece_bytes // stride)
         end = done + count
-        lent = self._lend(load.names[done:end], load.groups[done:end], load.blocks[done:end])
+        give = partial(self._share.give, count, stride)
+        lent = self._lend(load.names[done:end], load.groups[done:end], load.blocks[done:end], give)
         if lent is None:
             return
         try:
@@ -465,10 +466,13 @@ class DirectTier(DirectCopies):
         finally:
             lent.release()
 
-    def _lend(self, names: Sequence[Name], groups: Sequence[int], blocks: Sequence[int]) -> _LentBlocks | None:
+    def _lend(
+        self, names: Sequence[Name], groups: Sequence[int], blocks: Sequence[int], give: Callable[[], None]
+    ) -> _LentBlocks | None:
         """The first of these blocks, for units of their groups, up to the first that the tier does not have; None if there is
-        none. The caller releases them."""
+        none. The caller releases them. `give` is called when they are not lent any more."""
         with contextlib.ExitStack() as stack:
+            stack.callback(give)
             loan = stack.enter_context(self.tier.borrow(names, time.monotonic() + _CALL_SECONDS))
             sizes = [len(data) for data in loan.frames]
             count = self._usable(loan, sizes, groups)
