@@ -63,6 +63,7 @@ log = logging.getLogger("foreword.offload")
 SMALLEST_PAYLOAD: Final = 16 << 10  # bytes; shorter frames are faster through the staging arena
 _CALL_SECONDS: Final = 5.0
 _LENT_BYTES: Final = 512 << 20  # that the tier lends together to a load: other blocks may be evicted meanwhile
+_PIECES_AT_ONCE: Final = 4  # of a load, through one piece of the ring, that are waited for and counted together
 _TESTED: Final = 3  # frames of each group in the test at the start
 _CLOSE_SECONDS: Final = 5.0
 _ROOM_PAUSE: Final = 0.02  # seconds between two looks whether a further tier has given slots back
@@ -98,7 +99,7 @@ class _Save:
 
 @dataclass(slots=True, eq=False)
 class _TierLoad:
-    """Blocks on their way from the tier into the device, through one piece of the ring. `release` returns it, and what is lent
+    """Blocks on their way from the tier into the device, through a piece of the ring. `release` returns it, and what is lent
     if no other piece of it is on its way."""
 
     tier: DirectTier
@@ -147,11 +148,11 @@ class _LentBlocks:
     end: Callable[[], None]
     users: int = 1
 
-    def load(self, number: int, piece: Piece, mark: Event | None) -> _TierLoad:
-        """Queue the copy of the blocks of a piece of the ring, which the caller has."""
-        (low, high), ring = self.batch.frames(number), self.tier.ring
+    def load(self, number: int, count: int, piece: Piece, mark: Event | None) -> _TierLoad:
+        """Queue the copies of so many pieces of blocks through a piece of the ring, which the caller has."""
+        (low, high), ring = self.batch.frames(number, count), self.tier.ring
         try:
-            copy = ring.load(self.batch, number, piece, mark)
+            copy = ring.load(self.batch, number, piece, mark, count)
         except BaseException:
             with contextlib.suppress(Exception):  # the error that is raised says more
                 ring.loaded().synchronize()
@@ -450,7 +451,7 @@ class DirectTier(DirectCopies):
         if lent is None:
             return
         try:
-            for number in range(lent.batch.pieces):
+            for number in range(0, lent.batch.pieces, _PIECES_AT_ONCE):
                 piece = self.ring.wait_for(load.deadline if number else deadline)
                 if piece is None:
                     return
@@ -458,7 +459,8 @@ class DirectTier(DirectCopies):
                     self.ring.give(piece)
                     return
                 try:
-                    one = lent.load(number, piece, None if done + number else load.mark)
+                    some = min(_PIECES_AT_ONCE, lent.batch.pieces - number)
+                    one = lent.load(number, some, piece, None if done + number else load.mark)
                 except BaseException:
                     load.end_copy([])
                     raise

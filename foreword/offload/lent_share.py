@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-_PARTS: Final = 4  # loads are lent one of so many parts of a tier; what further tiers write may have two
+_PARTS: Final = 2  # loads are lent one of so many parts of a tier
 
 
 class LentShare:
-    """Slots that loads are lent. A load takes half of what is left, so another one always finds some, and waits for nobody.
+    """Slots that loads are lent. A load takes half of what is left, so another one finds some without waiting.
 
     A block is given in any case: a load that finds nothing left has one at a time. So the bound is a part of the tier, and a
     block for each stretch that is lent then.
