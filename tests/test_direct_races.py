@@ -513,7 +513,7 @@ class PieceIsFilledBeforeTheScatter(Planted):
     later: tuple[Any, ...] | None = None
 
     def scatter(self, stream: Stream, *which: Any) -> None:
-        batch, number, piece = which
+        batch, number, _ = which
         if number + 1 < batch.pieces and self.through > 1:
             self.later = which
             return

@@ -7,7 +7,7 @@ the copy into the slots follow on the stream of saves. A load copies slots into 
 scatters the frames that have the right ones, and no others. Pieces are used again:
 
     save:  [gather] -> [headers, checksums] -> [copy into slots]            the next gather into the piece comes behind the copy
-    load:  [copy from slots] -> [verdicts] -> [scatter], again -> [verdicts to the host]    the piece is its load's until it ended
+    load:  [copy from slots] -> [verdicts] -> [scatter], again -> [verdicts to the host]    the piece is its load's until then
 """
 
 from __future__ import annotations
@@ -439,9 +439,9 @@ class DeviceRing:
         return LoadBatch(cuts, units, names, memory, memory.spans(slots, room), room, verdicts)
 
     def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None, count: int = 1) -> RingLoad:
-        """Queue the copies of the slots of `count` pieces, from `number` on, into units, of those whose frames are right, behind
-        what this thread has queued before, and behind `mark` if there is one. They go through one piece, one after the other, as
-        the stream orders them. Slots, piece and units are the load's until it is `copied`."""
+        """Queue the copies of the slots of `count` pieces, from `number` on, into units, of those whose frames are right,
+        behind what this thread has queued before, and behind `mark` if there is one. All go through `piece`, one after the
+        other, as the stream orders them. Slots, piece and units are the load's until it is `copied`."""
         queues, end = self._queues, number + count
         low, high = batch.frames(number, count)
         if mark is not None:
