@@ -19,7 +19,7 @@ from foreword.entrypoints.llm import LLM
 from foreword.integrations.vllm_extras.retentions import CacheAction, ConnectorRetentions
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content
-from foreword.prefixes.pins import PrefixPins
+from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.stored_names import StoredPrefixes
 from foreword.store.urls import open_store
@@ -91,14 +91,6 @@ class ConnectorKeeper(Keeper):
         self._store.close()
 
 
-class Nothing:
-    """No device."""
-
-    bytes = 0
-
-    def end(self) -> None: ...
-
-
 class ServerNames(Keeper):
     """Names of a process that has no engine, as vLLM's API server has them."""
 
@@ -109,9 +101,9 @@ class ServerNames(Keeper):
             assert isinstance(content, str)
             return llm.tokenizer.encode(content)
 
-        pins = PrefixPins(self._store, llm.info.namespace, [group])
+        pins = StorePins(self._store, llm.info.namespace, [group])
         storage = StoredPrefixes(self._store, pins, "m", BLOCK)
-        self._service = PrefixService(tokenize, lambda name, tokens: Nothing(), storage)
+        self._service = PrefixService(tokenize, lambda name, tokens: None, storage)
 
     def keep(self, text: str) -> None:
         with self._service.register(f"server{len(text)}", text) as one:

@@ -360,16 +360,16 @@ MUTANTS = (
     Mutant(
         "kept prefixes: retentions ignore what names have",
         "foreword/blocks/leases.py",
-        "min(self.retain_budget, self.free)",
-        "self.retain_budget",
-        ("tests/blocks/test_retention.py",),
+        "min(self._retain_budget, self.free)",
+        "self._retain_budget",
+        ("tests/blocks/test_leases.py",),
     ),
     Mutant(
         "kept prefixes: a name that has ended keeps its blocks",
         "foreword/blocks/leases.py",
-        "            if one not in self._named:\n",
+        "            if lease not in self._named:\n",
         "            if False:\n",
-        ("tests/blocks/test_retention.py",),
+        ("tests/blocks/test_leases.py",),
     ),
     Mutant(
         "tier: circuit breaker never opens",
