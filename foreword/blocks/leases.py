@@ -132,8 +132,6 @@ class Leases(Generic[Block]):
         return self._count
 
     def __contains__(self, lease: Lease[Block]) -> bool:
-        if lease.name:
-            return lease in self._named
         account = self._accounts.get(lease.tenant)
         return account is not None and account.leases.get(lease.key) is lease
 

@@ -22,7 +22,7 @@ PREFETCH_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RetentionInfo:
-    """A kept prefix. `on_device`: its blocks are kept on the device; `expires`: seconds since the epoch;
+    """A retention. `on_device`: its blocks are kept on the device; `expires`: seconds since the epoch;
     None if it is kept until it is released."""
 
     id: str

@@ -1,4 +1,4 @@
-"""Pins of kept prefixes in the stores: blocks that stay as long as a record says that they are kept (`lease_records.py`)."""
+"""Pins of leases in the stores: blocks that stay as long as a record says so (`lease_records.py`)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _MAX_PENDING: Final = 4096
 
 
 class StorePins:
-    """Pins what continuing behind a kept prefix needs, and unpins what no other one needs: those of this process, and those of
-    other processes, which have records in the stores. A prefix is given by its root key and its block keys. A tenant's prefix
+    """Pins what continuing behind a lease needs, and unpins what no other lease needs: those of this process, and those of
+    other processes, which have records in the stores. A lease is given by its root key and its block keys. A tenant's lease
     leaves public blocks to the public prefix that they are of.
 
     Args:
         model: what names the KV, hexadecimal.
         weights: fingerprint, hexadecimal, where builds of a server name their KV differently: named prefixes are those of all.
         run: runs what sets and takes pins. By default at once; behind a queue of writes, so that blocks are there.
-        seconds: within which a store sets or takes pins.
+        seconds: within which a store sets or takes pins, when `run` says so.
         tries: how often `tick` looks for blocks that were not there yet; 0 where nobody calls it, or where blocks are there.
             With tries, pins are set, taken and looked after on one thread.
 
     Attributes:
         groups: KV groups of the stored blocks.
-        needed: functions that return this process's kept prefixes of a tenant, given its digest.
+        needed: functions that return this process's leases of a tenant, given its digest.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class StorePins:
         """Pin a prefix whose record is written."""
 
         def work() -> None:
-            if not self._pin_now(root, keys) and self._tries and len(self._pending) < _MAX_PENDING:
+            if not self._pin_now(root, keys, self._seconds) and self._tries and len(self._pending) < _MAX_PENDING:
                 self._pending[root, keys[-1]] = keys, self._tries
 
         self._run(work)
 
-    def _pin_now(self, root: bytes, keys: Chain) -> bool:
+    def _pin_now(self, root: bytes, keys: Chain, seconds: float = _PIN_SECONDS) -> bool:
         """Pin the blocks that are stored already. Whether these are all."""
         names = [name for group in self.groups for name in group.names(root, own_keys(root, group.behind(keys)))]
-        return self._set(names, pinned=True) == len(names)
+        return self._set(names, seconds, pinned=True) == len(names)
 
     def unpin(self, tenant: str, root: bytes, keys: Chain) -> None:
         """Unpin the blocks of a prefix whose record is deleted."""
@@ -79,16 +79,16 @@ class StorePins:
             self._pending.pop((root, keys[-1]), None)
         alone = self.alone(tenant, keys)
         names = [name for group, own in zip(self.groups, alone, strict=True) for name in group.names(root, own)]
-        self._run(lambda: self._set(names, pinned=False))
+        self._run(lambda: self._set(names, self._seconds, pinned=False))
 
     def unneeded(self, tenant: str, root: bytes, keys: Chain) -> list[Name]:
-        """Names of those of these blocks, in all groups, that no kept prefix of the tenant needs."""
+        """Names of those of these blocks, in all groups, that no lease of the tenant needs."""
         alone = zip(self.groups, self.alone(tenant, keys, whole=True), strict=True)
         return [name for group, own in alone for name in group.names(root, own)]
 
     def alone(self, tenant: str, keys: Chain, *, whole: bool = False) -> list[list[bytes]]:
         """By KV group, the keys of the blocks that continuing behind a prefix needs, or of all with `whole`, and that no other
-        kept prefix needs."""
+        lease needs."""
         others = [chain for source in self.needed for chain in source(tenant)]
         others += self._recorded(tenant, others)
         found = []
@@ -105,8 +105,8 @@ class StorePins:
             prefix = records.kind.key(model, tenant, "")
             yield from (one.chain for one in records.scan(prefix, known=read, failed=leave).values.values())
 
-    def _set(self, names: Sequence[Name], *, pinned: bool) -> int:
-        return self._store.pin(names, pinned=pinned, deadline=time.monotonic() + self._seconds) if names else 0
+    def _set(self, names: Sequence[Name], seconds: float, *, pinned: bool) -> int:
+        return self._store.pin(names, pinned=pinned, deadline=time.monotonic() + seconds) if names else 0
 
     def tick(self) -> None:
         """Is called about once a second: tries again to pin what was not written yet."""

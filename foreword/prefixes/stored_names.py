@@ -34,7 +34,7 @@ class PrefixStorage(ABC):
 
     Args:
         model_name: for tools.
-        pins: of the model's kept prefixes. Prefixes belong to one model.
+        pins: of the model's leases. Prefixes belong to one model.
         block_size: tokens per block key; 0 if it is not known.
         earlier: the model in the record keys of earlier builds, which identified it otherwise; "" if there are none of those.
             Their named prefixes are taken over (`take_over`), and a removal ends both.

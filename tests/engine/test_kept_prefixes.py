@@ -1,4 +1,4 @@
-"""The contract of kept prefixes in the stores, for all that keep some: named prefixes and retentions of an engine, of another
+"""The contract of leases in the stores, for all that keep some: named prefixes and retentions of an engine, of another
 one on the same store, and of vLLM's two processes."""
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def site(engine: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("second", represented([*NAMES, *RETENTIONS], *NAMES))
 @pytest.mark.parametrize("first", [*NAMES, *RETENTIONS])
 def test_what_another_one_needs_stays(site: Site, first: str, second: str) -> None:
-    """Of two kept prefixes that begin alike, in any two processes, ending one unpins only what the other does not need; ending
+    """Of two leases that begin alike, in any two processes, ending one unpins only what the other does not need; ending
     both leaves nothing."""
     one, other = site.keepers[first], site.keepers[second]
     kept = [(one, ONE), (other, OTHER)]

@@ -358,14 +358,14 @@ MUTANTS = (
         ("tests/engine/test_kept_prefixes.py",),
     ),
     Mutant(
-        "kept prefixes: retentions ignore what names have",
+        "leases: retentions ignore what names have",
         "foreword/blocks/leases.py",
         "min(self._retain_budget, self.free)",
         "self._retain_budget",
         ("tests/blocks/test_leases.py",),
     ),
     Mutant(
-        "kept prefixes: a name that has ended keeps its blocks",
+        "leases: a name that has ended keeps its blocks",
         "foreword/blocks/leases.py",
         "            if lease not in self._named:\n",
         "            if False:\n",
