@@ -26,7 +26,7 @@ Chain = Sequence[bytes]
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """What all records of leases say: the blocks.
+    """Blocks of a lease: the fields of all records.
 
     Attributes:
         num_tokens, block_size: of a named prefix for tools only.

@@ -28,7 +28,7 @@ class StorePins:
         weights: fingerprint, hexadecimal, where builds of a server name their KV differently: named prefixes are those of all.
         run: runs what sets and takes pins. By default at once; behind a queue of writes, so that blocks are there.
         seconds: within which a store sets or takes pins, when `run` says so.
-        tries: how often `tick` looks for blocks that were not there yet; 0 where nobody calls it, or where blocks are there.
+        tries: how often `tick` looks for blocks that were not there yet; 0 where it is not called, or where blocks are there.
             With tries, pins are set, taken and looked after on one thread.
 
     Attributes:

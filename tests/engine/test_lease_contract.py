@@ -388,6 +388,7 @@ def test_records_of_earlier_builds(build: str, monkeypatch: pytest.MonkeyPatch) 
     hours, deadline = Hours(), time.monotonic() + 60
     for module in (lease_follower, shared_records):
         monkeypatch.setattr(module, "time", hours)
+    monkeypatch.setattr(shared_records, "clock_id", lambda: "another machine's")
     memory = MemoryStore(1 << 20)
     with closing(TieredStore([memory])) as store:
         for key, text in RECORDS[build].items():
