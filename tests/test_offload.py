@@ -36,7 +36,7 @@ from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
 from foreword.offload.writer import WriteBatch, WriteBehind
 from foreword.store.base import Loan, Name, Store
-from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
+from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, UnreadBlock
 from foreword.store.memory import memory_store
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
@@ -357,7 +357,7 @@ def test_reads_that_would_read_nothing() -> None:
     device.save(1, 0, 7)
     assert device.offload.flush(PATIENCE)
     store, names, sizes = device.offload.store, device.names(0, 8), [LAYOUT.block_bytes] * 8
-    other = fast.reserve([Header.unread(names[0], LAYOUT.block_bytes)], unread=True, deadline=soon())
+    other = fast.reserve([UnreadBlock(names[0], names[0], LAYOUT.block_bytes)], unread=True, deadline=soon())
     read = read_into(store, 1, names, sizes, deadline=soon(), before=())
     assert len(other.slots) == 1 and read is not None and not read.frames
     read.end(lambda headers, publish: bool(publish()))

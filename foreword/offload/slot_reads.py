@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.store.base import Loan, ReservedSlots
-from foreword.store.frame import HEADER_BYTES, Frame, Header
+from foreword.store.frame import HEADER_BYTES, Frame, Header, UnreadBlock
 
 if TYPE_CHECKING:
     from foreword.store.base import Name
@@ -113,12 +113,12 @@ def read_into(
     if not until or not store.tiers[tier].answers or not read.begin(sum(sizes) + HEADER_BYTES * len(sizes)):
         return None
     last = {name[:FINGERPRINT_BYTES]: name for name in before}  # of each layout
-    headers = list[Header]()
+    blocks = list[UnreadBlock]()
     for name, size in zip(names, sizes, strict=True):
         layout = name[:FINGERPRINT_BYTES]
-        headers.append(Header.unread(name, size, last.get(layout, b"")))
+        blocks.append(UnreadBlock(name, last.get(layout, name), size))
         last[layout] = name
-    read.reserved = faster[0].reserve(headers, deadline, unread=True)
+    read.reserved = faster[0].reserve(blocks, deadline, unread=True)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
     if not count:
         return read
