@@ -80,8 +80,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reserves)
     @rule(part=_parts, unread=st.booleans())
     def reserve(self, part: Sequence[Frame], unread: bool) -> None:
-        known = [UnreadBlock(one.name, one.name, one.header.length) if unread else one.header for one in part]
-        reserved = self.store.reserve(known, unread=unread, deadline=soon())
+        blocks = [UnreadBlock(one.name, one.name, one.header.length) for one in part]
+        reserved = self.store.reserve(
+            blocks if unread else [one.header for one in part], unread=unread, deadline=soon()
+        )
         mine = [part[at] for at in reserved.positions]
         asked = names_of(part)
         if unread:  # a reservation of blocks that are read ends at the first without a slot
