@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import quote
@@ -26,7 +27,7 @@ from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import decode_json, decode_object
 from foreword.errors import BadRequest, ConfigError, ReplicaFailed, StoreUnavailable, reason_of
 from foreword.newest import Newest
-from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of, size_of
+from foreword.prefixes.book import NamedPrefix, PrefixBook, content_of, size_of
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import Prefixes
 from foreword.router.replica_body import PATHS, edited, parse_request
@@ -109,7 +110,8 @@ class PrefixRegistry:
     def put(self, tenant: str, prefix: NamedPrefix) -> None:
         """Register a prefix or a new version of it, unless its tenant was forgotten since it was made."""
         if prefix.made >= self._forgotten.get(tenant, 0):
-            self._book.commit(prefix, KeptBytes(prefix.bytes or size_of(prefix.content)), salt=tenant.encode())
+            sized = replace(prefix, bytes=prefix.bytes or size_of(prefix.content))
+            self._book.commit(sized, salt=tenant.encode())
 
     def remove(self, tenant: str, name: str) -> NamedPrefix:
         """Raises UnknownPrefix."""
