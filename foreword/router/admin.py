@@ -66,6 +66,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             upstream = router.add(spec, "api")
         except ConfigError as error:
             raise BadRequest(error.message, param="replica") from None
+        await router.workers.repeat("change", ("add", call.body.replica, call.body.role))
         return Answer.json(describe(router, upstream), 201)
 
     optional = JsonBody.of(ReplicaBody, optional=True, closed=True)
@@ -79,17 +80,22 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         if bool(query.replica) == (call.body is not None):
             raise refuse("replica", "is required once, in the query or in the body")
         upstream = router.remove(query.replica or call.body.replica)
+        await router.workers.repeat("change", ("remove", upstream.url, ""))
         return {"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight}
 
     @routes.add("POST", _PATH + "drain", right=operator, meter=free, body=body, tag="router")
     async def drain(call: Call) -> dict[str, Any]:
         """Send no new requests to a replica; those in flight continue."""
-        return describe(router, router.drain(call.body.replica, True))
+        upstream = router.drain(call.body.replica, True)
+        await router.workers.repeat("change", ("drain", upstream.url, ""))
+        return describe(router, upstream)
 
     @routes.add("POST", _PATH + "undrain", right=operator, meter=free, body=body, tag="router")
     async def undrain(call: Call) -> dict[str, Any]:
         """Send requests to a drained replica again."""
-        return describe(router, router.drain(call.body.replica, False))
+        upstream = router.drain(call.body.replica, False)
+        await router.workers.repeat("change", ("undrain", upstream.url, ""))
+        return describe(router, upstream)
 
     @routes.add(
         "GET", _PATH + "decisions", right=operator, meter=free, body=NO_BODY, query=DecisionsQuery, tag="router"

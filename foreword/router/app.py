@@ -43,7 +43,11 @@ def routes_of(router: Router) -> Routes[Handler]:
     for api in (completions, passthrough, extras, admin):
         api.add_routes(routes, router)
     _add_probes(routes, router)
-    probes.add_routes(routes, router.metrics.render)
+
+    async def render(accept: str) -> tuple[bytes, str]:
+        return await router.workers.render(router.metrics.render(accept))
+
+    probes.add_routes(routes, render)
     return routes
 
 

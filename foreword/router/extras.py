@@ -12,7 +12,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from msgspec import Struct
@@ -21,6 +21,7 @@ from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.dialect import Dialect
 from foreword.api.errors import ErrorResponse
 from foreword.api.front import Call, Handler
+from foreword.api.quotas import Accounts
 from foreword.api.request import GenerateRequest
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.tenants import Tenant
@@ -33,12 +34,14 @@ from foreword.router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
+    from foreword.configuration import Config
     from foreword.ledger import UsageLedger
     from foreword.observability.tracing import Tracer
     from foreword.router.replica_pool import ReplicaPool
     from foreword.router.service import Router
     from foreword.routing.cost_kinds import CostKinds
     from foreword.routing.fleet import Fleet
+    from foreword.routing.known_prompts import PromptChain
     from foreword.tokens.tokenizer import Tokenizer
 
 _EXTRAS: Final = "foreword.router_extras:EXTRAS"
@@ -165,6 +168,38 @@ class Translation(ABC):
         """The client's response for an error response of a replica."""
 
 
+class Workers:
+    """The other workers of a router, here of one that has none. Runs on the event loop.
+
+    Attributes:
+        number: of this worker.
+    """
+
+    number = 0
+
+    def joined(self, pool: ReplicaPool) -> None:
+        """A pool was made: tell the others what becomes of its requests."""
+
+    def placed(self, pool: ReplicaPool, chain: PromptChain, tokens: int, replica: str, *, by_keys: bool) -> None:
+        """A prompt was sent to a replica."""
+
+    def on(self, kind: str, handler: Callable[[Any], object]) -> None:
+        """Call `handler` with what others tell or ask about this."""
+
+    def tell(self, kind: str, content: Any) -> None:
+        """Tell the others, without waiting."""
+
+    async def repeat(self, kind: str, content: Any) -> None:
+        """Let the others do the same, and wait until they have."""
+
+    async def settle(self) -> None:
+        """Wait until what the others have told until now has arrived."""
+
+    async def render(self, own: tuple[bytes, str]) -> tuple[bytes, str]:
+        """The metrics of all workers, given those of this one."""
+        return own
+
+
 class ServedRequest(Struct, frozen=True):
     """A request that a replica has served, `began` and `computed_at` (its first token) on the router's clock."""
 
@@ -193,6 +228,22 @@ class Misses:
 
     def close(self) -> None:
         """Record what is waiting, without causes."""
+
+
+class WorkerParts(Struct, frozen=True):
+    """What one of several workers has of its own.
+
+    Attributes:
+        number: from 0.
+        config: for it.
+        accounts: of tenants with quotas, which all workers share.
+        connect: connects a router with those of the other workers, in this block.
+    """
+
+    number: int
+    config: Config
+    accounts: Accounts
+    connect: Callable[[Router], AbstractAsyncContextManager[None]]
 
 
 class RouterExtras(ABC):
@@ -248,6 +299,14 @@ class RouterExtras(ABC):
     @abstractmethod
     def ledger(self, path: str) -> UsageLedger:
         """The usage ledger in this file. Raises ConfigError."""
+
+    @abstractmethod
+    def check_workers(self, config: Config) -> None:
+        """Raises ConfigError for settings that only one process can have."""
+
+    @abstractmethod
+    def run_workers(self, config: Config, serve: Callable[[WorkerParts], int]) -> int:
+        """Run `config.router.workers` processes, each with `serve`, until a signal; returns the exit status."""
 
     @abstractmethod
     def load_tokenizer(self, source: str) -> Tokenizer:

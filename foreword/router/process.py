@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from foreword.process_config import ServerConfig, check_source
 from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
-from foreword.router.extras import extras_for, order_for
+from foreword.router.extras import WorkerParts, extras_for, order_for
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.policies import policy_named
@@ -39,6 +40,7 @@ _GC_THRESHOLDS = (5_000, 10, 100)
 _SWITCH_SECONDS = 0.0005
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PICKER = "--picker"
+_WORKERS = "--workers"
 # A stream needs two connections: to the client and to the replica.
 _MIN_OPEN_FILES = 4096
 
@@ -59,6 +61,8 @@ def check(config: Config) -> list[ReplicaSpec]:
         check_folder(given.audit_reports)
     if given.prefix_file is not None:
         check_folder(os.path.dirname(os.path.abspath(given.prefix_file)))
+    if given.workers > 1:
+        extras_for(_WORKERS).check_workers(config)
     RouterAuth(config)  # raises configuration errors early
     return specs
 
@@ -73,8 +77,19 @@ def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
         logger.warning("the limit of %d open files allows %d streams; raise it with ulimit -n", files, files // 2)
     gc.set_threshold(*_GC_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_SECONDS)
+    if config.router.workers > 1:
+        return extras_for(_WORKERS).run_workers(config, partial(_work, listener, specs, current))
     with http.event_loop() as runner:
         return runner.run(_serve(config, listener, specs, current))
+
+
+def _work(
+    listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes], parts: WorkerParts
+) -> int:
+    """One of several workers, as a process of its own."""
+    configure_logging(parts.config.server.log_level, parts.config.server.log_format, f"worker {parts.number}")
+    with http.event_loop() as runner:
+        return runner.run(_serve(parts.config, listener, specs, current, parts))
 
 
 def _check_tokenizer(source: str) -> None:
@@ -86,11 +101,15 @@ def _check_tokenizer(source: str) -> None:
 
 
 async def _serve(
-    config: Config, listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes]
+    config: Config,
+    listener: socket.socket,
+    specs: list[ReplicaSpec],
+    current: Callable[[bytes], bytes],
+    parts: WorkerParts | None = None,
 ) -> int:
     stop = asyncio.Event()
     http.catch_signals(stop.set)
-    async with serving(config, listener, specs, current) as router:
+    async with serving(config, listener, specs, current, parts) as router:
         # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
         gc.collect()
         gc.freeze()
@@ -102,19 +121,24 @@ async def _serve(
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config, listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes] = bytes
+    config: Config,
+    listener: socket.socket,
+    specs: list[ReplicaSpec],
+    current: Callable[[bytes], bytes] = bytes,
+    parts: WorkerParts | None = None,
 ) -> AsyncIterator[Router]:
-    """A router that serves on a socket, on the running event loop."""
-    router = Router(config, current)
+    """A router that serves on a socket, on the running event loop. `parts`: of one of several workers."""
+    router = Router(config, current, None if parts is None else parts.accounts)
     await router.start()
     discovery = Discovery(router, config.router)
-    front = create_front(router)
     try:
-        async with http.serving(front, listener, config.server):
-            discovery.start(specs)
-            logger.info("Foreword %s routes on %s", __version__, url_of(listener))
-            async with _picking(router, config.server):
-                yield router
+        async with contextlib.nullcontext() if parts is None else parts.connect(router):
+            front = create_front(router)
+            async with http.serving(front, listener, config.server):
+                discovery.start(specs)
+                logger.info("Foreword %s routes on %s", __version__, url_of(listener))
+                async with _picking(router, config.server):
+                    yield router
     finally:
         discovery.stop()
         await router.stop()

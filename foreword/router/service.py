@@ -17,7 +17,7 @@ from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.decode import Limits
 from foreword.api.errors import MAX_BODY_BYTES
 from foreword.api.front import Front, Handler
-from foreword.api.quotas import Quotas
+from foreword.api.quotas import Accounts, Quotas
 from foreword.api.request_bodies import RequestBodies
 from foreword.api.routes import Routes
 from foreword.api.work_queue import WorkQueue
@@ -25,7 +25,7 @@ from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, Unk
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
-from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, extras_for, installed_extras, order_for
+from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, Workers, extras_for, installed_extras, order_for
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
@@ -112,13 +112,15 @@ class Router:
         picked: requests that it has placed for a gateway and that are running.
     """
 
-    def __init__(self, config: Config, current: Callable[[bytes], bytes] = bytes) -> None:
+    def __init__(
+        self, config: Config, current: Callable[[bytes], bytes] = bytes, accounts: Accounts | None = None
+    ) -> None:
         self.config = config.router
         self.auth = RouterAuth(config, current)
         self.upstreams: dict[str, Upstream] = {}
         self.pools: dict[str, ReplicaPool] = {}
         self.subscriptions: dict[str, list[KvEventSubscription]] = {}
-        self.quotas = Quotas.parse(config.server.quotas)
+        self.quotas = Quotas.parse(config.server.quotas, accounts)
         self.bodies = RequestBodies(config.server.body_timeout)
         self.work = WorkQueue(inline=_INLINE_BYTES)
         self.front: Front | None = None
@@ -140,6 +142,7 @@ class Router:
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
         self.on_serving: list[Callable[[], None]] = []
         self.picked = 0
+        self.workers = Workers()
         self.audit = Audit()
         if given.audit_every or given.audit_reports is not None:
             self.audit = extras_for("--audit-every").audit(
@@ -516,6 +519,7 @@ class Router:
         if pool is None:
             pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights, self.cost_kinds)
             self.misses.follow(pool.fleet)
+            self.workers.joined(pool)
         self._subscribe(upstream, pool)
         pool.add(upstream)
         if unmeasured:
@@ -603,7 +607,7 @@ class Router:
         pool = self.pool_of(upstream)
         replica = pool.fleet.replicas.get(upstream.url) if pool else None
         if found is not None and replica is not None:
-            replica.reported_running = max(found - upstream.in_flight, 0)
+            replica.reported_running = max(found - upstream.in_flight - upstream.elsewhere, 0)
 
     # Weights
 

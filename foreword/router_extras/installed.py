@@ -14,7 +14,7 @@ from foreword.config import parse_bytes
 from foreword.observability.recording import TraceRecorder
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
-from foreword.router.extras import Audit, Order, RouterExtras
+from foreword.router.extras import Audit, Order, RouterExtras, WorkerParts
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.service import Router
@@ -24,6 +24,7 @@ from foreword.router_extras.router_prefixes import RouterPrefixes
 from foreword.router_extras.warm_up import PrefixWarmUp
 
 if TYPE_CHECKING:
+    from foreword.configuration import Config
     from foreword.ledger import UsageLedger
     from foreword.observability.tracing import Tracer
     from foreword.routing.cost_kinds import CostKinds
@@ -90,6 +91,16 @@ class InstalledExtras(RouterExtras):
 
         return UsageLedger(Path(path))
 
+    def check_workers(self, config: Config) -> None:
+        from foreword.router_extras.workers.supervisor import check
+
+        check(config)
+
+    def run_workers(self, config: Config, serve: Callable[[WorkerParts], int]) -> int:
+        from foreword.router_extras.workers.sharing import run
+
+        return run(config, serve)
+
     def load_tokenizer(self, source: str) -> Tokenizer:
         from foreword.tokens.tokenizer import Tokenizer
 
@@ -100,6 +111,12 @@ class InstalledExtras(RouterExtras):
         assert isinstance(prefixes, RouterPrefixes), "the router has those of this package"
         server = router.server_config
         responses = StoredResponses(parse_bytes(server.response_memory), server.response_ttl)
+        workers = router.workers
+        responses.added = lambda *kept: workers.tell("response", kept)
+        responses.removed = lambda *removed: workers.tell("response removed", removed)
+        workers.on("response", lambda told: responses.keep(*told))
+        workers.on("response removed", lambda told: responses.discard(*told))
+        prefixes.follow_workers()
         translated_api.add_routes(routes, router, responses)
         fleet_erasures.add_routes(routes, router, prefixes, responses)
         prefixes_api.add_routes(routes, router, prefixes)

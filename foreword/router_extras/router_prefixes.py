@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import quote
@@ -24,7 +25,7 @@ from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import decode_json, decode_object
-from foreword.errors import BadRequest, ConfigError, ReplicaFailed, StoreUnavailable, reason_of
+from foreword.errors import BadRequest, ConfigError, ReplicaFailed, StoreUnavailable, UnknownPrefix, reason_of
 from foreword.newest import Newest
 from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of, size_of
 from foreword.router.auth import RouterAuth
@@ -111,6 +112,11 @@ class PrefixRegistry:
         if prefix.made >= self._forgotten.get(tenant, 0):
             self._book.commit(prefix, KeptBytes(prefix.bytes or size_of(prefix.content)), salt=tenant.encode())
 
+    def learn(self, tenant: str, name: str, version: int, content: Any, created: float) -> None:
+        """Register what another worker has registered."""
+        given = content if isinstance(content, str) else tuple(content)
+        self.put(tenant, NamedPrefix(name, version, given, (), created, size_of(given), made=self._forgets))
+
     def remove(self, tenant: str, name: str) -> NamedPrefix:
         """Raises UnknownPrefix."""
         return self._book.remove(name, salt=tenant.encode())
@@ -170,6 +176,8 @@ class RouterPrefixes(Prefixes):
         """Keep a registration, and compute the prefix where the router puts it before prompts. `computed` gets the tokens of
         each replica that has done so."""
         self.registry.put(tenant.name, prefix)
+        told = tenant.name, prefix.name, prefix.version, prefix.content, prefix.created
+        await self._router.workers.repeat("prefix", told)
         await self.save()
         for upstream in self._router.healthy():
             if upstream.info is not None and upstream.kind != "foreword" and tenant is not PUBLIC_TENANT:
@@ -181,7 +189,18 @@ class RouterPrefixes(Prefixes):
         if problem := await self.save():
             self.registry.put(tenant.name, removed)
             raise StoreUnavailable(f"the prefix is not removed, its file could not be written: {problem}")
+        await self._router.workers.repeat("prefix removed", (tenant.name, name))
         return removed
+
+    def follow_workers(self) -> None:
+        """Register and remove what other workers of this router do."""
+
+        def removed(told: list[str]) -> None:
+            with suppress(UnknownPrefix):
+                self.registry.remove(*told)
+
+        self._router.workers.on("prefix", lambda told: self.registry.learn(*told))
+        self._router.workers.on("prefix removed", removed)
 
     async def save(self) -> str:
         """Write the file. Returns why that failed, "" if it did not."""

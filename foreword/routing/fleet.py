@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
 from foreword.routing.cost_kinds import CostKinds, Measurement
@@ -173,6 +173,18 @@ class PlacedRequest(SentRequest):
         self.decoding.load.finished(self, now)
 
 
+class FleetListener(Protocol):
+    """Gets what a fleet notes of requests in flight."""
+
+    def sent(self, name: str, query: PlacementQuery, decision: Decision, now: float) -> None: ...
+
+    def first_token(self, name: str, now: float) -> None: ...
+
+    def finished(self, name: str, now: float, cached: int | None, output: int | None, guessed: bool) -> None: ...
+
+    def failed(self, name: str, now: float) -> None: ...
+
+
 class Fleet:
     """All replicas of one model, and the placement of requests.
 
@@ -185,6 +197,7 @@ class Fleet:
     Attributes:
         sessions_moved: requests that were not placed on their session's replica.
         on_finished: called with every request that succeeded.
+        listener: gets what is noted of requests in flight.
     """
 
     def __init__(
@@ -204,6 +217,7 @@ class Fleet:
         self.replicas: dict[str, ReplicaState] = {}
         self.sessions_moved = 0
         self.on_finished: Callable[[PlacedRequest], None] | None = None
+        self.listener: FleetListener | None = None
         self._requests: dict[str, PlacedRequest] = {}
         self._weights: Counter[str | None] = Counter()
         self._shortlist = Shortlist()
@@ -480,12 +494,16 @@ class Fleet:
         self.sessions_moved += decision.home is not None and decision.home != decision.replica
         session_keys = query.keys_in(decoding.key_space(query))
         self.sessions.record(query.session, session_keys, decision.replica, now, decoding.weights)
+        if self.listener is not None:
+            self.listener.sent(name, query, decision, now)
 
     def first_token(self, name: str, now: float) -> None:
         """Note the first token of a request. Unknown requests are ignored."""
         request = self._requests.get(name)
         if request is None:
             return
+        if self.listener is not None:
+            self.listener.first_token(name, now)
         request.end_prefill()
         computing, decoding = request.computing, request.decoding
         if computing.load.first_token(request, now) and computing is not decoding:
@@ -506,23 +524,27 @@ class Fleet:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
         guessed: bool = False,
+        counted: bool = True,
     ) -> None:
         """Note that a request succeeded, and learn from it. Unknown requests are ignored.
 
         Args:
             cached_tokens: as reported in the response's usage.
             guessed: the time of the first token was not observed, so it teaches nothing.
+            counted: it counts in the accuracy of estimates; one that another process has placed is counted there.
         """
         request = self._requests.pop(name, None)
         if request is None:
             return
+        if self.listener is not None:
+            self.listener.finished(name, now, cached_tokens, output_tokens, guessed)
         running = len(request.decoding.load.running)
         self._end(request, now)
         request.finished_at, request.cached_tokens, request.output_tokens = now, cached_tokens, output_tokens
         if guessed:
             request.first_at = None
         if cached_tokens is not None:
-            _correct_estimate(request, cached_tokens)
+            _correct_estimate(request, cached_tokens, counted=counted)
         estimated = request.decoding.estimated_blocks
         if estimated is not None and output_tokens:
             # The KV of the last output token is never computed.
@@ -565,6 +587,8 @@ class Fleet:
         """Note that a request failed or its client disconnected. Nothing is learned. Unknown requests are ignored."""
         request = self._requests.pop(name, None)
         if request is not None:
+            if self.listener is not None:
+                self.listener.failed(name, now)
             self._end(request, now)
 
     def _end(self, request: PlacedRequest, now: float) -> None:
@@ -616,10 +640,11 @@ def _candidate(
     )
 
 
-def _correct_estimate(request: PlacedRequest, cached_tokens: int) -> None:
+def _correct_estimate(request: PlacedRequest, cached_tokens: int, *, counted: bool) -> None:
     """Compare the expected with the actual cached tokens."""
     replica, size = request.computing, request.block_size
-    replica.accuracy.record(request.expected, cached_tokens)
+    if counted:
+        replica.accuracy.record(request.expected, cached_tokens)
     if replica.estimated_blocks is not None:
         expected = request.expected // size
         replica.estimated_blocks.correct(request.keys, expected, -(-cached_tokens // size), expected - request.guessed)
