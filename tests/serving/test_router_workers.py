@@ -183,7 +183,7 @@ def test_responses_and_names_are_known_to_all(loop: Loop) -> None:
         said = {"model": "m", "input": "hello"}
         first = call("POST", "/v1/responses", said).json()["id"]
         again = [call("POST", "/v1/responses", {**said, "previous_response_id": first}) for _ in range(12)]
-        assert {one.status_code for one in again} == {200}, router.text[-3000:]
+        assert {one.status_code for one in again} == {200}
         prefix = {"name": "law", "messages": [{"role": "system", "content": "You know the law."}]}
         assert call("POST", "/v1/prefixes", prefix).status_code == 201
         assert named("law") == {200}

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import secrets
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -84,6 +85,10 @@ class Known(Struct, frozen=True, array_like=True):
 
 def run(config: Config, serve: Callable[[WorkerParts], int]) -> int:
     """Run the workers until a signal; returns the exit status."""
+    if not config.server.tenant_secret:  # each would have salts of its own, and tenants would share nothing between them
+        config = dataclasses.replace(
+            config, server=dataclasses.replace(config.server, tenant_secret=secrets.token_hex(32))
+        )
 
     def worker(seat: Seat) -> int:
         given, number = config.router, seat.number
