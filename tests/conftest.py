@@ -10,10 +10,12 @@ MORE=--products=route` runs the tests that a change of `route` may break: its ow
 
 import atexit
 import gc
+import logging
 import os
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import certifi
@@ -50,6 +52,29 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "foreword"))
 def pytest_xdist_auto_num_workers() -> int:
     """Two processes more than cores: tests also wait, for other processes, and for what takes its time."""
     return len(os.sched_getaffinity(0)) + 2
+
+
+class _FailedJobs(logging.Handler):
+    """What `BackgroundJobs` report of jobs for whose result nobody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append(f"{record.getMessage()}: {record.exc_info and record.exc_info[1]!r}")
+
+
+_failed_jobs = _FailedJobs()
+logging.getLogger("foreword.store.background_jobs").addHandler(_failed_jobs)
+
+
+@pytest.fixture(autouse=True)
+def no_job_fails() -> Iterator[None]:
+    """A job in the background that raises fails the test that runs meanwhile, as an error of another thread does."""
+    yield
+    found, _failed_jobs.found = _failed_jobs.found, []
+    assert not found
 
 
 def pytest_collection_finish() -> None:

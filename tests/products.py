@@ -2,7 +2,7 @@
 imports those below it only.
 
 python tests/products.py                 prints the names of all products, one a line
-python tests/products.py stores          prints the files of tests of a product
+python tests/products.py stores          prints the files of tests of a product, but for those that read a checkout's sources
 python tests/products.py stores --needs  prints the products that must be there for them: itself, what it needs, what the
                                          processes of its tests use, and the contracts, which all tests need
 """
@@ -165,6 +165,11 @@ def tests_of(product: str) -> list[Path]:
     return [path for name, (path, _) in _sources().items() if name.startswith("test_") and home_of(name) == product]
 
 
+def reads_checkout(test: Path) -> bool:
+    """Whether a file of tests, below `tests/`, reads the package's sources in the checkout, so that wheels alone do not do."""
+    return any(test.match(one) for settings in TABLE.values() for one in settings.get("checkout", []))
+
+
 def concerned(products: Collection[str]) -> set[str]:
     """Names of the files of tests that a change of these products may break: their own, and those of products above them."""
     found = {name for product in products for name in above(product)}
@@ -176,6 +181,6 @@ if __name__ == "__main__":
         case [name, "--needs"]:
             print(*sorted({name, "testing", *NEEDS[name], *TABLE[name].get("beside", [])}), sep="\n")
         case [name]:
-            print(*tests_of(name), sep="\n")
+            print(*(path for path in tests_of(name) if not reads_checkout(path)), sep="\n")
         case _:
             print(*NEEDS, sep="\n")

@@ -20,7 +20,7 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.engine.engine_stores import EngineStores
 from foreword.offload.policy import PATIENCE
 from foreword.offload.staging import StagingArena
-from foreword.store.background import Follower, set_background_cores, use_background_cores
+from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
@@ -125,19 +125,3 @@ def test_the_deadline_of_a_search_follows_the_compute_time() -> None:
         assert cache.search(bytes(32), keys[:1], 0, 16).deadline >= now + 1.0
     finally:
         cache.close()
-
-
-def test_a_follower() -> None:
-    """It does what it is given in order, and its regular work beside; `flush` waits for what was given before, `close` for
-    all."""
-    regular, gate, done = threading.Event(), threading.Event(), list[int]()
-    follower = Follower("follower", regular.set, 0.01)
-    follower.do(lambda: gate.wait(60))
-    for number in range(3):
-        follower.do(lambda number=number: done.append(number))  # type: ignore[misc]
-    assert not follower.flush(0.0) and done == []
-    gate.set()
-    assert follower.flush(60) and done == [0, 1, 2] and regular.wait(60)
-    follower.do(lambda: done.append(3))
-    follower.close(60)
-    assert done == [0, 1, 2, 3] and follower.flush(60)

@@ -25,6 +25,7 @@ import transformers
 import typer
 from documented_page import DIRECTIVES, LANGUAGES, ROOT, Step, first_absent, steps
 
+import foreword
 from foreword.cli.main import app
 
 PAGES = [
@@ -50,7 +51,7 @@ OWN = {
 }
 # Folders of the pages, which are others in a test.
 STORED = ("/tmp/foreword", "/var/cache/foreword", "/var/lib/foreword")
-EMBEDDED = ROOT / "foreword" / "models" / "stdlib-nano"
+EMBEDDED = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 REVISION = "0" * 40
 
 

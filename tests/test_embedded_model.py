@@ -18,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MODEL_FOLDER = Path(__file__).resolve().parents[1] / "foreword" / "models" / "stdlib-nano"
+import foreword
+
+MODEL_FOLDER = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 
 CONVERSATION = [
     {"role": "system", "content": "You answer briefly.\n"},

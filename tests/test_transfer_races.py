@@ -42,13 +42,14 @@ class Paged(NamedTuple):
 
 
 class Threads:
-    """What kv_transfer has of `threading`: its threads run when it is their turn, and end when they would wait."""
+    """What kv_transfer has of `threading`, and the threads that it starts: they run when it is their turn, and end when they
+    would wait."""
 
     def __init__(self) -> None:
         self.ready: list[Callable[[], object]] = []
 
-    def Thread(self, target: Callable[..., object], args: tuple[object, ...], **_: object) -> Any:
-        return SimpleNamespace(start=lambda: self.ready.append(partial(target, *args)))
+    def start(self, run: Callable[[], object], _name: str) -> None:
+        self.ready.append(run)
 
     def Condition(self) -> Any:
         return Condition()
@@ -354,6 +355,7 @@ def wrong_bytes(seed: int, monkeypatch: pytest.MonkeyPatch, on_device: bool = Tr
     blocks that are not given back once."""
     threads = Threads()
     monkeypatch.setattr(kv_transfer, "threading", threads)
+    monkeypatch.setattr(kv_transfer, "background_thread", threads.start)
     engine = Engine(seed, threads, on_device)
     for _ in range(TURNS):
         engine.turn()

@@ -96,15 +96,12 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def configure_logging(level: str, form: str = "text", process: str = "") -> None:
-    """Log to standard error from `level` on, as lines of text or objects of JSON (`--log-format`). `process`: its name, in each
-    line, where there are several."""
+def configure_logging(level: str, form: str = "text") -> None:
+    """Log to standard error from `level` on, as lines of text or objects of JSON (`--log-format`)."""
     # Nothing in the format needs where a line was logged, which is a third of its cost (docs.python.org, "Logging HOWTO").
     logging._srcfile = None
     handler = logging.StreamHandler(sys.stderr)
-    named = f"{process}: " if process else ""
-    text = _ReadableLines(f"%(asctime)s %(levelname)s {named}%(message)s")
-    handler.setFormatter(_Objects(process) if form == "json" else text)
+    handler.setFormatter(_Objects() if form == "json" else _ReadableLines("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
@@ -116,15 +113,9 @@ class _ReadableLines(logging.Formatter):
 class _Objects(logging.Formatter):
     """An object per line. Times are UTC, with milliseconds."""
 
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
-
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         shown = {"time": when, "level": record.levelname, "message": readable(record.getMessage())}
-        if self._process:
-            shown["process"] = self._process
         if record.exc_info:
             shown["exception"] = readable(self.formatException(record.exc_info))
         return json.dumps({**shown, **getattr(record, LOG_FIELDS, dict)()}, ensure_ascii=False)

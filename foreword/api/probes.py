@@ -10,16 +10,14 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 
 
-def add_routes(
-    routes: Routes[Handler], render: Callable[[str], tuple[bytes, str] | Awaitable[tuple[bytes, str]]]
-) -> None:
-    """`render` gives the metrics and their media type for an `Accept` header."""
+def add_routes(routes: Routes[Handler], render: Callable[[str], Any]) -> None:
+    """`render` gives the metrics and their media type for an `Accept` header, or an awaitable of them."""
 
     @routes.add("GET", "/metrics", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
     async def metrics(call: Call) -> Answer:
         """The metrics for Prometheus."""
         found = render(call.headers.get("accept", ""))
-        content, media_type = found if isinstance(found, tuple) else await found
+        content, media_type = await found if isinstance(found, Awaitable) else found
         return Answer(200, content, {"content-type": media_type})
 
     @routes.add("GET", "/version", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")

@@ -6,18 +6,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
-from foreword.cli.probe import Kind, Metrics, NoAnswer, ProbeAnswer, ProbedServer, body_of, error_of, new_prompt
+from foreword.cli.probe import NoAnswer, ProbeAnswer, ProbedServer, body_of, error_of, new_prompt
+from foreword.observability.scrape import Kind, Scrape
+from foreword.store.background import at_once
 
 _WRITE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
 _SHARED_SECONDS: Final = 3.0
 _BLOCKS: Final = 4
+_AT_ONCE: Final = 8  # several connections reach several servers behind one address
 _FEWEST_TOKENS: Final = 129
 _MOST_TOKENS: Final = 4096
 DEFAULT_BLOCK: Final = 16
@@ -95,12 +97,6 @@ class Broken(Exception):  # control flow of a chain; never leaves `until_broken`
     def __init__(self, name: str, text: str, setting: str) -> None:
         super().__init__(text)
         self.link = CheckedLink(name, text, False, setting)
-
-
-def at_once(call: Callable[[], Any], count: int = 8) -> list[Any]:
-    """Call several times at once: several connections reach several servers behind one address."""
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(lambda _: call(), range(count)))
 
 
 class Chain:
@@ -248,14 +244,14 @@ class ServerChain(Chain):
         size = self.before.labels("vllm:cache_config_info").get("block_size", "")
         self.block = int(size) if size.isdigit() and int(size) else DEFAULT_BLOCK
         yield from self.computed()
-        started = at_once(lambda: self.target.metrics().total("process_start_time_seconds"))
+        started = at_once([lambda: self.target.metrics().total("process_start_time_seconds")] * _AT_ONCE)
         if len(set(started)) > 1:
             yield self.several()
             return
         for step in (self.on_device, self.kept_apart, self.earlier, self.tiers, self.template):
             yield from step()
 
-    def count(self, what: str, metrics: Metrics, **labels: str) -> float:
+    def count(self, what: str, metrics: Scrape, **labels: str) -> float:
         """How much a counter has grown since the first probe."""
         name = self._names[what]
         return metrics.total(name, **labels) - self.before.total(name, **labels) if name else 0.0
@@ -265,7 +261,7 @@ class ServerChain(Chain):
         if self.vllm:
             self.target.ask(new_prompt(2), self.other_salt)
 
-    def found(self, answer: ProbeAnswer, before: Metrics, name: str) -> int:
+    def found(self, answer: ProbeAnswer, before: Scrape, name: str) -> int:
         """Cached tokens of a prompt: by a counter if the answer does not say."""
         if answer.cached is not None:
             return answer.cached
@@ -274,7 +270,7 @@ class ServerChain(Chain):
     def several(self) -> CheckedLink:
         """Several servers answer, so that no counter can be compared. Raises Broken if they do not share what they hold."""
         time.sleep(_SHARED_SECONDS)
-        answers = at_once(lambda: self.ask(report=True))
+        answers = at_once([lambda: self.ask(report=True)] * _AT_ONCE)
         if missed := sum(one.cached is not None and one.cached < self.block for one in answers):
             raise Broken(
                 "placed",
@@ -394,7 +390,7 @@ class ServerChain(Chain):
         """Tokens of the longest probe."""
         return min(_MOST_TOKENS, self.longest - 2)
 
-    def _written_within(self, seconds: float) -> tuple[list[str], Metrics]:
+    def _written_within(self, seconds: float) -> tuple[list[str], Scrape]:
         """Wait until the tiers have the probe's blocks, or say why not. Returns those that lack more than half of them."""
         deadline = min(time.monotonic() + seconds, self.target.deadline - _POLL_SECONDS)
         wanted = 1 if self.vllm else len(self.prompt) // self.block
@@ -409,24 +405,24 @@ class ServerChain(Chain):
                 return [tier for tier in waiting if 2 * counts[tier] < wanted], metrics
             time.sleep(_POLL_SECONDS)
 
-    def _reasons(self, tier: str, metrics: Metrics) -> bool:
+    def _reasons(self, tier: str, metrics: Scrape) -> bool:
         """Whether it is known already why the tier does not take blocks."""
         refused = any(self.count("refused", metrics, tier=tier, kind=kind) for kind in ("short", "rate"))
         return refused or self.count("errors", metrics, tier=tier) > 0 or self._is_small(tier, metrics)
 
-    def _is_small(self, tier: str, metrics: Metrics) -> bool:
+    def _is_small(self, tier: str, metrics: Scrape) -> bool:
         """Whether the tier is too small for one prompt: it is full, and has fewer blocks than that."""
         budget = metrics.total("foreword:tier_budget_bytes", tier=tier)
         blocks, size = (metrics.total(f"foreword:tier_{one}", tier=tier) for one in ("blocks", "bytes"))
         wanted = len(self.prompt) // self.block
         return 0 < blocks < wanted and budget > 0 and size * (blocks + 1) > budget * blocks
 
-    def _grown(self, metrics: Metrics, tier: str) -> list[str]:
+    def _grown(self, metrics: Scrape, tier: str) -> list[str]:
         name = self._names["errors"]
         before = self.before.by("kind", name, tier=tier)
         return [kind for kind, count in metrics.by("kind", name, tier=tier).items() if count > before.get(kind, 0.0)]
 
-    def _unwritten(self, tier: str, metrics: Metrics) -> Broken:
+    def _unwritten(self, tier: str, metrics: Scrape) -> Broken:
         if self.count("errors", metrics, tier=tier):
             kinds = "" if self.vllm else f" ({', '.join(self._grown(metrics, tier))})"
             return Broken("written", f"{tier}: calls fail{kinds}", _STATES["off"][1])
@@ -582,7 +578,7 @@ class RouterChain(Chain):
 
     def found_again(self) -> Iterator[CheckedLink]:
         """Check that a repeated prompt goes to the replica that has it, and is found."""
-        answers = at_once(lambda: self.ask(report=True), 3)
+        answers = at_once([lambda: self.ask(report=True)] * 3)
         best = max(answers, key=lambda one: one.cached or 0)
         named = next((name for name in _BLIND if f": {name}," in best.route), self.policy)
         if named in _BLIND and len(self.replicas) != 1:

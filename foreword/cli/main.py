@@ -26,13 +26,20 @@ app = typer.Typer(
 )
 # Modules of `foreword.cli` with commands, in the order of `--help`.
 _MODULES: Final = (
-    *("serve", "route", "effective", "doctor", "prefix", "demo", "store", "simulate", "traffic"),
+    *("serve", "route", "top", "effective", "doctor", "prefix", "demo", "store", "simulate", "traffic"),
     *("conform", "audit", "explain", "keys", "bill"),
 )
 # Names of commands that their modules do not have.
 _NAMES: Final = {"effective": "config"}
 # What installs those that may be missing; the others are in `lab`.
-_EXTRAS: Final = {"serve": "serve", "route": "route", "effective": "route", "doctor": "serve", "keys": "integrity"}
+_EXTRAS: Final = {
+    "serve": "serve",
+    "route": "route",
+    "top": "top",
+    "effective": "route",
+    "doctor": "serve",
+    "keys": "integrity",
+}
 
 
 def _register(module: str) -> None:

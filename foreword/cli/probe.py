@@ -7,27 +7,18 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.cli.server_client import is_secure
 from foreword.decoders import decode_object
 from foreword.errors import ForewordError, reason_of
-
-Kind = Literal["server", "router", "vllm", "sglang"]
+from foreword.observability.scrape import KINDS, Kind, Scrape
 
 # Token ids that every vocabulary has.
 _TOKENS: Final = range(100, 250)
 _CONNECT_SECONDS: Final = 5.0
-# How the names of metrics begin; a Foreword server has vLLM's, too.
-_KINDS: Final[dict[Kind, str]] = {
-    "router": "\nforeword:router_",
-    "server": "\nforeword:",
-    "vllm": "\nvllm:",
-    "sglang": "\nsglang:",
-}
 
 
 class NoAnswer(ForewordError, code="no_answer", fault="operator"):
@@ -61,46 +52,6 @@ class ProbeAnswer:
         """The replica that a router chose."""
         found = re.search(r"https?://[^\s,;]*[^\s,;:]", self.route)
         return found[0] if found else ""
-
-
-class Metrics:
-    """The values of `/metrics` at one time."""
-
-    def __init__(self, text: str) -> None:
-        """Raises ValueError."""
-        self.text = text
-        self._samples = [
-            (one.name, one.labels, one.value)
-            for family in text_string_to_metric_families(text)
-            for one in family.samples
-        ]
-
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of the series of this name that have these labels."""
-        wanted = labels.items()
-        return sum(value for one, given, value in self._samples if one == name and wanted <= given.items())
-
-    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """Values of a metric, by the value of a label."""
-        wanted, found = labels.items(), dict[str, float]()
-        for one, given, value in self._samples:
-            if one == name and label in given and wanted <= given.items():
-                found[given[label]] = found.get(given[label], 0.0) + value
-        return found
-
-    def labels(self, name: str) -> Mapping[str, str]:
-        """The labels of the first series of this name."""
-        return next((given for one, given, _ in self._samples if one == name), {})
-
-    def tier_states(self) -> dict[str, set[str]]:
-        """The states that the processes of a server see each tier in."""
-        found: dict[str, set[str]] = {}
-        for name, given, value in self._samples:
-            if name.endswith("foreword:tier_state") or name == "vllm:foreword_tier_state":
-                states = found.setdefault(given["tier"], set())
-                if value:
-                    states.add(given["state"])
-        return found
 
 
 class ProbedServer:
@@ -146,12 +97,12 @@ class ProbedServer:
         known = (self.json("/ui/data/kind") or {}).get("kind")
         text = self.call("GET", "/metrics").text
         # What stands in front of a server may hide its pages.
-        return next((kind for kind, name in _KINDS.items() if known == kind or name in text), None)
+        return next((kind for kind, name in KINDS.items() if known == kind or name in text), None)
 
-    def metrics(self) -> Metrics:
+    def metrics(self) -> Scrape:
         answer = self.call("GET", "/metrics")
         try:
-            return Metrics(answer.raise_for_status().text)
+            return Scrape(answer.raise_for_status().text)
         except (httpx.HTTPStatusError, ValueError):
             text = f"{self.url}/metrics has no metrics (HTTP status {answer.status_code})"
             raise NoAnswer(text, "what stands in front of the server, or the server's own URL here") from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from foreword.conformance.frames import names_of, put_all, read, soon
+from foreword.store.background import at_once
 from foreword.store.base import Name, Store
 from foreword.store.frame import Frame
 
@@ -39,9 +40,7 @@ def call_from_threads(store: Store, chains: Sequence[Sequence[Frame]], seed: int
         for _ in range(steps):
             _step(store, draw, draw.choice(chains), known)
 
-    with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(work, number) for number in range(threads)]:
-            done.result()
+    at_once([partial(work, number) for number in range(threads)])
 
 
 def _step(store: Store, draw: random.Random, chain: Sequence[Frame], known: set[Name]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -14,6 +14,8 @@ import pytest
 
 from foreword.conformance.flaky import Fault, FlakyStore
 from foreword.conformance.frames import soon
+from foreword.store.background import at_once
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
@@ -132,8 +134,7 @@ class EngineContract:
             engine.run(prompt)
             flaky.stick()
             try:
-                with ThreadPoolExecutor(1) as pool:
-                    assert pool.submit(engine.run, prompt).result(60).cached == 0
+                assert BackgroundJobs("engine", most=1).submit(engine.run, prompt).result(60).cached == 0
             finally:
                 flaky.release()
 
@@ -175,7 +176,10 @@ class EngineContract:
             with closing(TieredStore([MemoryStore(1 << 28)])) as apart:
                 computed = [start(apart, 0).run(prompt, str(number)) for number, prompt in enumerate(prompts)]
             engines = [start(store, 0) for _ in range(2)]
-            with ThreadPoolExecutor(2) as pool:
-                for runs in pool.map(lambda engine: [engine.run(prompt) for prompt in prompts * 2], engines):
-                    for run, before in zip(runs, computed * 2, strict=True):
-                        self.check(run, before)
+
+            def run_all(engine: EngineUnderTest) -> list[EngineRun]:
+                return [engine.run(prompt) for prompt in prompts * 2]
+
+            for runs in at_once([partial(run_all, one) for one in engines]):
+                for run, before in zip(runs, computed * 2, strict=True):
+                    self.check(run, before)

@@ -6,7 +6,6 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from foreword.conformance.frames import make_frames, names_of, present, put_all,
 from foreword.conformance.read_only_contract import Holding, ReadContract
 from foreword.conformance.reserve_contract import ReserveContract
 from foreword.errors import BadFrame
+from foreword.store.background import at_once
 from foreword.store.base import Store
 from foreword.store.frame import Frame, check, frame
 from foreword.store.tiered import TieredStore
@@ -440,8 +440,7 @@ class StoreContract(ReadContract, BudgetContract, ReserveContract):
                 found.add(b"%d %b" % (one, some))
             return found
 
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(add, range(4)))
+        found = at_once([partial(add, number) for number in range(4)])
         assert found.count(found[0]) == 4 and len(found[0]) == 20
         for one in range(20):
             there = store.get_record(f"added/{one}", deadline=soon())

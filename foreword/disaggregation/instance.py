@@ -10,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -23,6 +22,7 @@ from foreword.engine.loop import EngineCore
 from foreword.engine.request import Request
 from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import BadRequest, ForewordError
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.tokens.token_logprob import TokenLogprob
 from foreword.transfer.link import Payload
 from foreword.transfer.transfer_endpoint import TransferEndpoint
@@ -72,7 +72,7 @@ class Instance(TransferService):
         self._thread = thread
         self._served = served
         self._min_tokens = config.min_tokens
-        self._dialers = ThreadPoolExecutor(_DIALERS, "foreword-dial")
+        self._dialers = BackgroundJobs("dial", most=None, threads=_DIALERS)
         self._kept_alive = 0.0
         self._sender = KVSender(core, view, thread.post)
         self._context = EngineContext(core, view, thread, self.endpoint.connect, self._background)
@@ -98,7 +98,7 @@ class Instance(TransferService):
     def close(self) -> None:
         """End all transfers. After the engine's thread has ended."""
         self.endpoint.close()
-        self._dialers.shutdown(wait=False, cancel_futures=True)
+        self._dialers.stop()
 
     def _background(self, work: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the instance is closed

@@ -18,11 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from foreword.engine.sequence import SequenceState
 from foreword.errors import TransferError
 from foreword.events import TransferEnded
+from foreword.store.background import background_thread
 from foreword.transfer.channel import Channel
 from foreword.transfer.link import Payload
 from foreword.transfer.parts import split
@@ -236,8 +238,7 @@ class KVSender:
             jobs = self._queues.get(channel)
             if jobs is None:
                 jobs = self._queues[channel] = deque()
-                arguments = (channel, jobs)
-                threading.Thread(target=self._run, args=arguments, name="foreword-send-kv", daemon=True).start()
+                background_thread(partial(self._run, channel, jobs), "send-kv")
             jobs.append((send, job))
             self._changed.notify_all()
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from foreword.engine.request import Delta, Request
+from foreword.store.background_jobs import BackgroundJobs
 
 # Seconds in which the client must claim a request that migrated here; then the request is ended.
 CLAIM_WITHIN: Final = 30.0
@@ -38,13 +41,22 @@ class UnclaimedRequests:
     def __init__(self, expired: Callable[[str], object]) -> None:
         self._expired = expired
         self._waiting: dict[str, UnclaimedRequest] = {}
+        self._jobs, self._closed = BackgroundJobs("unclaimed", most=None, bound=False), threading.Event()
 
     def add(self, unclaimed: UnclaimedRequest) -> None:
         name = unclaimed.request.id
         self._waiting[name] = unclaimed
-        timer = threading.Timer(CLAIM_WITHIN, self._expired, (name,))
-        timer.daemon = True
-        timer.start()
+        self._jobs.add(partial(self._expire, name, time.monotonic() + CLAIM_WITHIN))
+
+    def close(self) -> None:
+        """Nothing expires any more."""
+        self._closed.set()
+        self._jobs.stop()
+
+    def _expire(self, name: str, due: float) -> None:
+        # All have the same time, so the first that was added is due first.
+        if not self._closed.wait(due - time.monotonic()):
+            self._expired(name)
 
     def find(self, request_id: str) -> UnclaimedRequest | None:
         return self._waiting.get(request_id)

@@ -12,7 +12,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -40,6 +40,8 @@ from foreword.events import Event, Observer
 from foreword.futures import complete
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
+from foreword.store.background import background_thread
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.tokens.tokenizer import Tokenizer
 from foreword.transfer_config import TransferConfig
@@ -99,7 +101,7 @@ class AsyncEngine:
         self._parts, self._core, self.audit, self.quarantine = parts, parts.core, parts.core.audit, parts.quarantine
         self._prefix_ids = itertools.count()
         # Not the loop's own threads: compilers of many grammars may wait for each other.
-        self._compilers = ThreadPoolExecutor(_COMPILERS, "foreword-compile")
+        self._compilers = BackgroundJobs("compile", most=None, threads=_COMPILERS, bound=False)
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._listeners: dict[str, _Listener] = {}
@@ -111,7 +113,7 @@ class AsyncEngine:
             view = KVView(parts.runner.layers, self.served.layout)
             self.instance = Instance(parts.core, view, transfer, role, self, self.served)
             parts.runner.on_written = self.instance.layer_written
-        self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
+        self._thread = background_thread(self._run, "engine", bound=False, start=False)
         if parts.keys is not None:
             parts.keys.on_end.append(self._generation_ended)
         self._core.post = self.post
@@ -174,7 +176,7 @@ class AsyncEngine:
             compiled = await self.compile(request.params, request.salt)
             if compiled is not None and request.output:
                 work = partial(self._core.constraint_after, request, compiled)
-                constraint = await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+                constraint = await asyncio.wrap_future(self._compilers.submit(work))
 
         return self._stream(request.id, begin, request.params.n, unread, prepare)
 
@@ -183,7 +185,7 @@ class AsyncEngine:
         does the same at its first step."""
         if params.structured is None:
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._core.compile, params, salt)
+        return await asyncio.wrap_future(self._compilers.submit(self._core.compile, params, salt))
 
     def follow(
         self, request_id: str, unread: Callable[[Delta], None] = lambda delta: None
@@ -451,7 +453,7 @@ class AsyncEngine:
             erase_prefixes(self.offload.store, [salt.prefix], described([salt]), queued=queued, only=memory)
 
         if self.offload is not None:
-            threading.Thread(target=drop, name="foreword-generation", daemon=True).start()
+            background_thread(drop, "generation")
 
     def erasure(self, name: str, salt: Salt) -> dict[str, Any]:
         """The receipt of an erasure of this tenant, so far. Raises NotFound."""
@@ -479,7 +481,8 @@ class AsyncEngine:
             self._thread.join()
         if self.instance is not None:
             self.instance.close()
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._compilers.stop()
+        self.unclaimed.close()
         if self._parts.keys is not None:
             self._parts.keys.on_end.remove(self._generation_ended)
         self._parts.close_stores()

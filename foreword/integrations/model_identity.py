@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from foreword.model_content import CODE_KEYS, IGNORED_KEYS, digest_of_tensors, plain_config, tensor_content
+from foreword.store.background import at_once
 
 # Settings of a configuration that do not change the KV.
 _VOLATILE = IGNORED_KEYS - CODE_KEYS
@@ -43,9 +43,8 @@ def fingerprint_model(model: nn.Module) -> bytes:
     other weights under the same path have another.
     """
     digest = _digest_of_code(model, plain_config(model.config.to_dict(), _VOLATILE))  # type: ignore[operator, union-attr]
-    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-        tensors = list(threads.map(lambda one: tensor_content(*one), sorted(model.state_dict().items())))
-    digest.update(digest_of_tensors(tensors))
+    calls = [functools.partial(tensor_content, *one) for one in sorted(model.state_dict().items())]
+    digest.update(digest_of_tensors(at_once(calls, torch.get_num_threads())))
     return digest.digest()
 
 
@@ -68,9 +67,9 @@ def earlier_fingerprint(model: nn.Module) -> bytes:
         flat = one[1].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return hashlib.sha256(flat.numpy().data).digest()
 
-    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-        for (name, tensor), part in zip(tensors, threads.map(hashed, tensors), strict=True):
-            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + part)
+    parts = at_once([functools.partial(hashed, one) for one in tensors], torch.get_num_threads())
+    for (name, tensor), part in zip(tensors, parts, strict=True):
+        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + part)
     return digest.digest()
 
 

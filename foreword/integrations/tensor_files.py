@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -21,6 +21,7 @@ import xxhash
 
 from foreword.decoders import decode_msgpack
 from foreword.model_content import TensorContent, tensor_content
+from foreword.store.background import at_once
 
 _READ: Final = 8 << 20
 _TORCH: Final = (".bin", ".pt", ".pth", ".ckpt")
@@ -43,8 +44,7 @@ def tensors_of(paths: Iterable[Path]) -> list[TensorContent]:
     """The tensors of files, sorted. A name that several files have with other content has the file's name before it. Raises
     OSError."""
     files = list(paths)
-    with ThreadPoolExecutor(_THREADS, "foreword-weights") as threads:
-        read = list(threads.map(file_tensors, files))
+    read = at_once([partial(file_tensors, file) for file in files], _THREADS)
     contents: dict[str, set[tuple[str, tuple[int, ...], bytes]]] = {}
     for one in (tensor for found in read for tensor in found):
         contents.setdefault(one.name, set()).add((one.dtype, one.shape, one.digest))

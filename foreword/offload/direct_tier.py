@@ -34,7 +34,7 @@ from foreword.offload.direct_extra import DirectCopies, DirectExtra
 from foreword.offload.pinned import PIN_BYTES, CudaPinning, PinnedMemory, Pinning
 from foreword.offload.ring import PIECE_BYTES, PIECES_OF_A_LOAD, DeviceRing, Part, Piece, RingLoad, TierMemory
 from foreword.offload.writer import WriteBehind
-from foreword.store.background import use_background_cores
+from foreword.store.background import background_thread
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
 from foreword.store.tiered import TieredStore, Tiers
 
@@ -151,8 +151,7 @@ class DirectTier(DirectCopies):
         self._copies: queue.SimpleQueue[tuple[list[_Save], Event] | None] = queue.SimpleQueue()
         self._pinned: PinnedMemory | None = None
         self._memory: TierMemory | None = None
-        self._thread = threading.Thread(target=self._run, name="foreword-publish", daemon=True)
-        self._thread.start()
+        self._thread = background_thread(self._run, "publish")
         if pinning is None:
             self._begin()
         else:
@@ -314,7 +313,6 @@ class DirectTier(DirectCopies):
     # Publishing, on a thread of its own
 
     def _run(self) -> None:
-        use_background_cores()
         while (taken := self._copies.get()) is not None:
             saves, event = taken
             try:

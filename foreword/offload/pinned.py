@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 import torch
 
-from foreword.store.background import lower_priority, use_background_cores
+from foreword.store.background import background_thread
 
 log = logging.getLogger("foreword.offload")
 PIN_BYTES: Final = 256 << 20
@@ -76,14 +76,12 @@ class PinnedMemory:
         self._address, self._piece = address, piece
         self._pinning, self._ready = pinning, ready
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="foreword-pin", daemon=True)
+        self._thread = background_thread(self._run, "pin", nice=_PINNING_NICE, start=False)
 
     def start(self) -> None:
         self._thread.start()
 
     def _run(self) -> None:
-        use_background_cores()
-        lower_priority(_PINNING_NICE)
         ready: bool | None = None
         while self.end < self.size and not self._stopped.is_set() and ready is not False:
             size = min(self._piece, self.size - self.end)

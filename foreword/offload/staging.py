@@ -86,7 +86,7 @@ class StagingArena:
         stride = -(-self.frame_bytes // _ALIGNMENT) * _ALIGNMENT
         if self.device.type == "cpu":
             arena = huge_pages.zeros(slots, stride, dtype=torch.uint8)
-            populator = PagePopulator(arena, arena.data_ptr(), arena.nbytes, "foreword-staging-pages")
+            populator = PagePopulator(arena, arena.data_ptr(), arena.nbytes, "staging-pages")
             populator.extend(arena.nbytes)
             weakref.finalize(self, populator.stop)
         else:

@@ -23,10 +23,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from foreword.offload.slots import StagingSlots
-from foreword.store.background import lower_priority, use_background_cores
+from foreword.store.background import background_thread
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.tiered import FetchedBlock, TieredStore
 
@@ -150,11 +151,8 @@ class WriteBehind:
         self.saved = 0
         self.failed = 0
         self._threads = [
-            threading.Thread(target=self._run, args=(tier,), name=f"foreword-write-{tier}", daemon=True)
-            for tier in store.writable
+            background_thread(partial(self._run, tier), f"write-{tier}", nice=_WRITE_NICE) for tier in store.writable
         ]
-        for thread in self._threads:
-            thread.start()
 
     @property
     def queued(self) -> int:
@@ -301,8 +299,6 @@ class WriteBehind:
             thread.join(0.5)
 
     def _run(self, tier: int) -> None:
-        use_background_cores()
-        lower_priority(_WRITE_NICE)
         while (taken := self._take(tier)) is not None:
             kept = 0
             try:

@@ -14,9 +14,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from hashlib import blake2b, sha256
 from typing import Any
 
@@ -26,9 +26,10 @@ from foreword.blocks.public import PUBLIC_ROOT, is_public, roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
 from foreword.prefixes.kept_records import PREFIXES, PrefixRecord
+from foreword.store.background import at_once
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, record_tenant, step_deadline
 from foreword.store.layout_records import layouts
-from foreword.store.local_records import ReadOnlyStore
+from foreword.store.read_only import ReadOnlyStore
 from foreword.store.shared_records import SharedRecords
 from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier
@@ -383,8 +384,7 @@ class _Erasure:
             except StoreError as error:
                 self.fail(tier, error)
 
-        with ThreadPoolExecutor(len(tiers) or 1, "foreword-erase") as pool:
-            list(pool.map(guarded, tiers))
+        at_once([partial(guarded, tier) for tier in tiers])
 
     def sweep(
         self,

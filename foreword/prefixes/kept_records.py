@@ -9,7 +9,6 @@ ordinary blocks.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
@@ -17,15 +16,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks
 from foreword.blocks.retention import MAX_PRIORITY
-from foreword.errors import StoreError
-from foreword.store.background import Follower
-from foreword.store.shared_records import RecordKind, SharedRecords
-from foreword.store.tiered import TieredStore
+from foreword.store.shared_records import RecordKind
 
 READ_SECONDS: Final = 2.0
-_SCAN_SECONDS: Final = 2.0
 # Versions, tokens and seconds of real records are less.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Chain = Sequence[bytes]
@@ -114,25 +108,3 @@ RETENTIONS: Final = RecordKind(
     lasts=lambda record: record.lasts,
     ends=lambda record: (record.clock, record.ends_at),
 )
-
-
-class PublicRecords:
-    """Which blocks are public, for a process that reads that from the records of its stores every two seconds.
-
-    Attributes:
-        blocks: what is known so far.
-    """
-
-    def __init__(self, store: TieredStore, model: str) -> None:
-        self.blocks = PublicBlocks()
-        self._records = SharedRecords(store, PREFIXES, READ_SECONDS)
-        self._prefix = PREFIXES.key(model[:32], PUBLIC_ROOT.hex(), "")
-        self._follower = Follower("foreword-public", self._scan, _SCAN_SECONDS)
-        self._follower.do(self._scan)
-
-    def _scan(self) -> None:
-        with contextlib.suppress(StoreError):  # then it is as it was
-            self.blocks.set(record.chain for record in self._records.scan(self._prefix).values.values())
-
-    def close(self) -> None:
-        self._follower.close(READ_SECONDS)

@@ -31,7 +31,7 @@ from foreword.prefixes.erasure import (
     destroy_keys,
     erase_prefixes,
 )
-from foreword.store.background import Follower
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.shared_records import RecordKind, SharedRecords, leave
 from foreword.store.store_keys import TenantKeys
 from foreword.store.tiered import TieredStore
@@ -108,8 +108,8 @@ class OpenErasures:
         self._lock = threading.Lock()
         self._known: dict[str, OpenErasure] = {}
         self._pause = self._next = 0.0
-        self._follower = Follower("foreword-erasures", self._repeat_open, pause)
-        self._follower.do(self._adopt)
+        self._jobs = BackgroundJobs("erasures", most=None, tick=self._repeat_open, every=pause)
+        self._jobs.add(self._adopt)
 
     def destroy_keys(self, salts: Sequence[Salt]) -> KeysDestroyed:
         """The first step of an erasure, to be followed by `erase`. In its first generation a tenant may have plain blocks, so
@@ -126,7 +126,7 @@ class OpenErasures:
         everywhere = self._locations.keys() - {KEY_STORE} | _open_tiers(begun)
         one = OpenErasure(os.urandom(12).hex(), prefixes, what, frozenset(everywhere), begun)
         record = _Once(lambda: self._write(one))
-        self._follower.do(record)
+        self._jobs.add(record)
         one.receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes)))
         one.tiers = _open_tiers(one.receipt)
         if one.tiers:
@@ -137,7 +137,7 @@ class OpenErasures:
                     next((name for name, old in self._known.items() if not old.tiers), next(iter(self._known)))
                 )
             self._known[one.id] = one
-        self._follower.do(lambda: self._settle(one))
+        self._jobs.add(lambda: self._settle(one))
         self._pause = self._next = 0.0
         return one.id, one.receipt
 
@@ -146,7 +146,7 @@ class OpenErasures:
         return self._known.get(name)
 
     def close(self) -> None:
-        self._follower.close(_TIMEOUT)
+        self._jobs.close(_TIMEOUT)
 
     def _write(self, one: OpenErasure) -> None:
         places = one.elsewhere | {self._locations[tier] for tier in one.tiers if tier in self._locations}

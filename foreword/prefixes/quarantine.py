@@ -22,7 +22,7 @@ from foreword.blocks.public import roots_behind
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
 from foreword.prefixes.mismatch import DEVICE, Mismatch
-from foreword.store.background import Follower
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.machine import clock_id
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore
@@ -99,10 +99,10 @@ class ChainQuarantine:
         self._chains: dict[str, QuarantinedChain] = {}
         self._ends: dict[str, float] = {}  # of these, on this process's monotonic clock
         self._own: set[str] = set()  # record keys of what was found here
-        self._follower: Follower | None = None
+        self._jobs: BackgroundJobs | None = None
         if store is not None:
             self.scan()
-            self._follower = Follower("foreword-quarantine", self.scan, _SCAN_SECONDS)
+            self._jobs = BackgroundJobs("quarantine", most=MAX_CHAINS, tick=self.scan, every=_SCAN_SECONDS)
 
     @property
     def chains(self) -> list[QuarantinedChain]:
@@ -120,16 +120,16 @@ class ChainQuarantine:
             self._chains[record] = chain
             self._ends[record] = ends
             self._publish()
-        if self._follower is not None:
-            self._follower.do(lambda: self._remove(record, chain, mismatch.block))
+        if self._jobs is not None:
+            self._jobs.add(lambda: self._remove(record, chain, mismatch.block))
 
     def flush(self, timeout: float) -> bool:
         """Wait until the stores have no block of the chains that were found here."""
-        return self._follower is None or self._follower.flush(timeout)
+        return self._jobs is None or self._jobs.flush(timeout)
 
     def close(self) -> None:
-        if self._follower is not None:
-            self._follower.close(_FLUSH_SECONDS)
+        if self._jobs is not None:
+            self._jobs.close(_FLUSH_SECONDS)
 
     def _publish(self) -> None:
         """Tell the engine and the tiers. Under the lock."""

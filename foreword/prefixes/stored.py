@@ -16,7 +16,7 @@ from foreword.blocks.retention_book import Retained, RetentionBook
 from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.kept_records import PREFIXES, RETENTIONS, Chain, RetainedRecord
-from foreword.store.background import Follower
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name
 from foreword.store.machine import clock_id
 from foreword.store.shared_records import SharedRecords, leave
@@ -158,7 +158,7 @@ class StoredRetentions:
         book.listener = self
         self._scanned = time.monotonic()
         self._restore_pins()  # before the first request evicts anything
-        self._follower = Follower("foreword-retention", self._tick, 1.0)
+        self._jobs = BackgroundJobs("retention", most=None, tick=self._tick, every=1.0)
         self.scan()
 
     # Called by the book, under its lock
@@ -178,7 +178,7 @@ class StoredRetentions:
             waiting = one.key in self._due
             self._due[one.key] = one
         if not waiting:
-            self._follower.do(lambda: self._follow(one.key))
+            self._jobs.add(lambda: self._follow(one.key))
 
     # The thread
 
@@ -270,11 +270,11 @@ class StoredRetentions:
 
     def flush(self, timeout: float) -> bool:
         """Wait until all records are written. False if that takes longer."""
-        return self._follower.flush(timeout)
+        return self._jobs.flush(timeout)
 
     def close(self, timeout: float) -> None:
         """Write what is due, and end the thread."""
-        self._follower.close(timeout)
+        self._jobs.close(timeout)
 
 
 def _lags(one: Retained, written: float) -> bool:

@@ -66,7 +66,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             upstream = router.add(spec, "api")
         except ConfigError as error:
             raise BadRequest(error.message, param="replica") from None
-        await router.workers.repeat("change", ("add", call.body.replica, call.body.role))
+        await router.changed("add", upstream.url, upstream.spec.role)
         return Answer.json(describe(router, upstream), 201)
 
     optional = JsonBody.of(ReplicaBody, optional=True, closed=True)
@@ -80,21 +80,21 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         if bool(query.replica) == (call.body is not None):
             raise refuse("replica", "is required once, in the query or in the body")
         upstream = router.remove(query.replica or call.body.replica)
-        await router.workers.repeat("change", ("remove", upstream.url, ""))
-        return {"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight}
+        await router.changed("remove", upstream.url)
+        return {"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight + upstream.elsewhere}
 
     @routes.add("POST", _PATH + "drain", right=operator, meter=free, body=body, tag="router")
     async def drain(call: Call) -> dict[str, Any]:
         """Send no new requests to a replica; those in flight continue."""
         upstream = router.drain(call.body.replica, True)
-        await router.workers.repeat("change", ("drain", upstream.url, ""))
+        await router.changed("drain", upstream.url)
         return describe(router, upstream)
 
     @routes.add("POST", _PATH + "undrain", right=operator, meter=free, body=body, tag="router")
     async def undrain(call: Call) -> dict[str, Any]:
         """Send requests to a drained replica again."""
         upstream = router.drain(call.body.replica, False)
-        await router.workers.repeat("change", ("undrain", upstream.url, ""))
+        await router.changed("undrain", upstream.url)
         return describe(router, upstream)
 
     @routes.add(
@@ -132,7 +132,7 @@ def describe(router: Router, upstream: Upstream) -> dict[str, Any]:
         "reason": excluded or None,
         "breaker": upstream.breaker.state,
         "drained": upstream.drained,
-        "in_flight": upstream.in_flight,
+        "in_flight": upstream.in_flight + upstream.elsewhere,
     }
     if info is not None:
         described |= {

@@ -43,11 +43,7 @@ def routes_of(router: Router) -> Routes[Handler]:
     for api in (completions, passthrough, extras, admin):
         api.add_routes(routes, router)
     _add_probes(routes, router)
-
-    async def render(accept: str) -> tuple[bytes, str]:
-        return await router.workers.render(router.metrics.render(accept))
-
-    probes.add_routes(routes, render)
+    probes.add_routes(routes, router.render)
     return routes
 
 

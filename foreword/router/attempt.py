@@ -116,17 +116,17 @@ class DecisionRecord:
 
 
 class DecisionLog:
-    """The last `size` decisions."""
+    """The last `size` decisions (`records`, the newest last)."""
 
     def __init__(self, size: int) -> None:
-        self._records: deque[DecisionRecord] = deque(maxlen=size)
+        self.records: deque[DecisionRecord] = deque(maxlen=size)
 
     def record(self, request_id: str, tenant: str, dialect: str, attempt: Attempt, previous: str = "") -> str:
         """Record a decision and return it in words. `previous` says why an earlier attempt failed."""
         words = in_words(attempt, previous)
         logger.debug("%s -> %s", request_id, words)
         tokens, source = attempt.query.tokens, attempt.prompt.source
-        self._records.append(
+        self.records.append(
             DecisionRecord(
                 time.time(), request_id, tenant, dialect, attempt.decision, tokens, source, attempt.queued, words
             )
@@ -135,40 +135,14 @@ class DecisionLog:
 
     def explained(self, request_id: str, miss: Miss) -> None:
         """Why part of a request's prompt was not cached."""
-        for record in reversed(self._records):
+        for record in reversed(self.records):
             if record.request_id == request_id:
                 record.miss = miss
                 return
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """The last decisions as JSON, newest first."""
-        return [_describe(record) | {"prices": _prices(record)} for record in list(self._records)[::-1][:count]]
-
-    def misses(self, count: int, requests: int) -> list[dict[str, Any]]:
-        """The causes of cache misses by tenant, those first that cost most, each with its last requests."""
-        groups: dict[tuple[str, str], list[tuple[DecisionRecord, Miss]]] = {}
-        for record in reversed(self._records):
-            if record.miss is not None:
-                groups.setdefault((record.miss.cause, record.tenant), []).append((record, record.miss))
-        found = [
-            {
-                "cause": cause,
-                "tenant": tenant,
-                "requests": len(group),
-                "tokens": sum(miss.tokens_lost for _, miss in group),
-                "last": [
-                    {"time": record.at, "request_id": record.request_id, "replica": record.decision.replica}
-                    | {"where": miss.where, "tokens": miss.tokens_lost, "advice": miss.advice}
-                    for record, miss in group[:requests]
-                ],
-            }
-            for (cause, tenant), group in groups.items()
-        ]
-        return sorted(found, key=lambda one: (one["tokens"], one["requests"]), reverse=True)[:count]
-
-    def overview(self, count: int, candidates: int) -> list[dict[str, Any]]:
-        """The last decisions as `last`, with their cheapest candidates in numbers instead of all prices."""
-        return [_describe(record) | _cheapest(record, candidates) for record in list(self._records)[::-1][:count]]
+        return [described(record) | {"prices": _prices(record)} for record in list(self.records)[::-1][:count]]
 
 
 def in_words(attempt: Attempt, previous: str = "") -> str:
@@ -188,7 +162,8 @@ def as_header(words: str) -> str:
     return line.encode("ascii", "replace").decode()[:_MAX_HEADER]
 
 
-def _describe(record: DecisionRecord) -> dict[str, Any]:
+def described(record: DecisionRecord) -> dict[str, Any]:
+    """A decision as JSON, without prices."""
     decision = record.decision
     return {
         "time": record.at,
@@ -223,23 +198,3 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
         }
         for estimate in record.decision.estimates
     ]
-
-
-def _cheapest(record: DecisionRecord, count: int) -> dict[str, Any]:
-    decision = record.decision
-    order = sorted(decision.estimates, key=lambda one: (one.replica != decision.replica, bool(one.excluded), one.price))
-    shown = [
-        {
-            "replica": one.replica,
-            "seconds": round(one.total, 4),
-            "queued": round(one.queue + one.memory, 4),
-            "loading": round(one.load + one.transfer, 4),
-            "computing": round(one.compute, 4),
-            "other": round(one.decode + one.first, 4),
-            "tokens": one.from_tiers,
-            "computed": one.computed,
-            "excluded": one.excluded,
-        }
-        for one in order[:count]
-    ]
-    return {"candidates": shown, "more": max(len(order) - count, 0)}

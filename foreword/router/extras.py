@@ -1,16 +1,17 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
-Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a tokenizer. The rest
-is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes
-of misses, and the warm-up of replicas that join. The classes here are what a router does without them.
+Some are imported when a setting needs them: the endpoint picker for gateways, watches of replicas in files, DNS or Kubernetes,
+the audit of hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a
+tokenizer. The rest is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the
+dashboard, causes of misses, disaggregated prefill, the warm-up and the measurement of replicas that join. The classes here are
+what a router does without them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +22,6 @@ from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.dialect import Dialect
 from foreword.api.errors import ErrorResponse
 from foreword.api.front import Call, Handler
-from foreword.api.quotas import Accounts
 from foreword.api.request import GenerateRequest
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.tenants import Tenant
@@ -29,7 +29,7 @@ from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
 from foreword.plugins import of_product
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
-from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
+from foreword.router.replicas import ReplicaInfo, ReplicaProbe, ReplicaSpec, Upstream
 from foreword.router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
@@ -37,12 +37,16 @@ if TYPE_CHECKING:
     from foreword.configuration import Config
     from foreword.ledger import UsageLedger
     from foreword.observability.tracing import Tracer
+    from foreword.router.attempt import Attempt
+    from foreword.router.proxied_request import ProxiedRequest
     from foreword.router.replica_pool import ReplicaPool
     from foreword.router.service import Router
     from foreword.routing.cost_kinds import CostKinds
-    from foreword.routing.fleet import Fleet
-    from foreword.routing.known_prompts import PromptChain
+    from foreword.routing.fleet import Disaggregation, Fleet
     from foreword.tokens.tokenizer import Tokenizer
+
+# Makes the replicas from a source, named second, equal to those given first. The URLs given last get no requests.
+ApplyReplicas = Callable[[list[ReplicaSpec], str, Collection[str]], None]
 
 _EXTRAS: Final = "foreword.router_extras:EXTRAS"
 _MISSING: Final = "needs the package foreword-route-extras beside foreword-route"
@@ -137,6 +141,25 @@ class WarmUp:
         """Let a replica that is about to join prefetch common prefixes, within the time limit."""
 
 
+class SpeedProbes:
+    """Measurements of how fast replicas are before their first requests; here of a router without them, which learns it from
+    requests. Runs on the event loop."""
+
+    def measures(self, info: ReplicaInfo) -> bool:
+        """Whether such a replica is measured."""
+        return False
+
+    async def measure_before(self, probe: ReplicaProbe, upstream: Upstream, info: ReplicaInfo) -> bool:
+        """Measure a replica that is about to join, while others serve requests. Whether to measure it later: it was busy."""
+        return False
+
+    async def measure_idle(self, probe: ReplicaProbe, upstream: Upstream, joined: Callable[[], Fleet | None]) -> None:
+        """Measure a replica that takes requests already, as soon as it has none. A request that is sent there cancels that.
+
+        `joined`: the replica's fleet; None once it has left or joined again.
+        """
+
+
 class Translation(ABC):
     """A request of a dialect that its replicas need not know: they get it as a chat completion.
 
@@ -166,38 +189,6 @@ class Translation(ABC):
     @abstractmethod
     def error_response(self, status: int, data: bytes) -> ErrorResponse:
         """The client's response for an error response of a replica."""
-
-
-class Workers:
-    """The other workers of a router, here of one that has none. Runs on the event loop.
-
-    Attributes:
-        number: of this worker.
-    """
-
-    number = 0
-
-    def joined(self, pool: ReplicaPool) -> None:
-        """A pool was made: tell the others what becomes of its requests."""
-
-    def placed(self, pool: ReplicaPool, chain: PromptChain, tokens: int, replica: str, *, by_keys: bool) -> None:
-        """A prompt was sent to a replica."""
-
-    def on(self, kind: str, handler: Callable[[Any], object]) -> None:
-        """Call `handler` with what others tell or ask about this."""
-
-    def tell(self, kind: str, content: Any) -> None:
-        """Tell the others, without waiting."""
-
-    async def repeat(self, kind: str, content: Any) -> None:
-        """Let the others do the same, and wait until they have."""
-
-    async def settle(self) -> None:
-        """Wait until what the others have told until now has arrived."""
-
-    async def render(self, own: tuple[bytes, str]) -> tuple[bytes, str]:
-        """The metrics of all workers, given those of this one."""
-        return own
 
 
 class ServedRequest(Struct, frozen=True):
@@ -230,22 +221,6 @@ class Misses:
         """Record what is waiting, without causes."""
 
 
-class WorkerParts(Struct, frozen=True):
-    """What one of several workers has of its own.
-
-    Attributes:
-        number: from 0.
-        config: for it.
-        accounts: of tenants with quotas, which all workers share.
-        connect: connects a router with those of the other workers, in this block.
-    """
-
-    number: int
-    config: Config
-    accounts: Accounts
-    connect: Callable[[Router], AbstractAsyncContextManager[None]]
-
-
 class RouterExtras(ABC):
     """Calls of the router to its extras. It has no state."""
 
@@ -258,15 +233,12 @@ class RouterExtras(ABC):
         """Answers gateways on `config.picker` in this block. Raises ConfigError."""
 
     @abstractmethod
-    def check_services(self, config: RouterConfig) -> None:
-        """Raises ConfigError for `config.replica_services` that cannot be watched."""
+    def check_sources(self, config: RouterConfig) -> None:
+        """Raises ConfigError for a file, DNS names or Services of replicas that cannot be watched."""
 
     @abstractmethod
-    async def watch_service(
-        self, config: RouterConfig, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
-    ) -> None:
-        """Watch a Service, given as in `replica_services`, until cancelled. `changed` gets its name and all its replicas, and
-        whether each is ready, after every change."""
+    def watch_sources(self, config: RouterConfig, apply: ApplyReplicas) -> Iterable[Coroutine[Any, Any, None]]:
+        """Watch the file, DNS names and Services of replicas, until cancelled."""
 
     @abstractmethod
     def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:
@@ -279,6 +251,19 @@ class RouterExtras(ABC):
     @abstractmethod
     def warm_up(self, auth: RouterAuth, metrics: RouterMetrics, seconds: float) -> WarmUp:
         """Warm-up with this time limit for one replica; 0 turns it off."""
+
+    @abstractmethod
+    def speed_probes(self, seconds: float) -> SpeedProbes:
+        """Measurements, with so many seconds for a prompt; 0 turns them off."""
+
+    @abstractmethod
+    def disaggregation(self, min_tokens: int) -> Disaggregation:
+        """When a prompt with so many tokens to compute, or more, is computed on a prefill replica."""
+
+    @abstractmethod
+    async def prefilled(self, proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:
+        """Compute a prompt on the prefill replica, as far as the decode replica needs that: its `kv_transfer_params`. None if
+        that one has to compute the prompt."""
 
     @abstractmethod
     def misses(self, router: Router, config: ServerConfig) -> Misses:
@@ -305,8 +290,10 @@ class RouterExtras(ABC):
         """Raises ConfigError for settings that only one process can have."""
 
     @abstractmethod
-    def run_workers(self, config: Config, serve: Callable[[WorkerParts], int]) -> int:
-        """Run `config.router.workers` processes, each with `serve`, until a signal; returns the exit status."""
+    def run_workers(
+        self, config: Config, current: Callable[[bytes], bytes], work: Callable[[Callable[[], Router]], int]
+    ) -> int:
+        """Run several processes until a signal; returns the exit status. `work` runs in each, with what makes its router."""
 
     @abstractmethod
     def load_tokenizer(self, source: str) -> Tokenizer:

@@ -23,7 +23,7 @@ from foreword.process_config import ServerConfig, check_source
 from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
-from foreword.router.extras import WorkerParts, extras_for, order_for
+from foreword.router.extras import extras_for, order_for
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.policies import policy_named
@@ -78,18 +78,13 @@ def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
     gc.set_threshold(*_GC_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_SECONDS)
     if config.router.workers > 1:
-        return extras_for(_WORKERS).run_workers(config, partial(_work, listener, specs, current))
-    with http.event_loop() as runner:
-        return runner.run(_serve(config, listener, specs, current))
+        return extras_for(_WORKERS).run_workers(config, current, partial(_work, listener, specs))
+    return _work(listener, specs, partial(Router, config, current))
 
 
-def _work(
-    listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes], parts: WorkerParts
-) -> int:
-    """One of several workers, as a process of its own."""
-    configure_logging(parts.config.server.log_level, parts.config.server.log_format, f"worker {parts.number}")
+def _work(listener: socket.socket, specs: list[ReplicaSpec], make: Callable[[], Router]) -> int:
     with http.event_loop() as runner:
-        return runner.run(_serve(parts.config, listener, specs, current, parts))
+        return runner.run(_serve(listener, specs, make))
 
 
 def _check_tokenizer(source: str) -> None:
@@ -100,45 +95,34 @@ def _check_tokenizer(source: str) -> None:
             raise ConfigError(f"--tokenizer {source}: the folder has no {_TOKENIZER_FILES[0]}")
 
 
-async def _serve(
-    config: Config,
-    listener: socket.socket,
-    specs: list[ReplicaSpec],
-    current: Callable[[bytes], bytes],
-    parts: WorkerParts | None = None,
-) -> int:
+async def _serve(listener: socket.socket, specs: list[ReplicaSpec], make: Callable[[], Router]) -> int:
     stop = asyncio.Event()
     http.catch_signals(stop.set)
-    async with serving(config, listener, specs, current, parts) as router:
+    async with serving(listener, specs, make) as router:
         # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
         gc.collect()
         gc.freeze()
         await stop.wait()
-        await _drain(router, config.server.drain_seconds)
+        await _drain(router, router.server_config.drain_seconds)
     logger.info("stopped")
     return 0
 
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config,
-    listener: socket.socket,
-    specs: list[ReplicaSpec],
-    current: Callable[[bytes], bytes] = bytes,
-    parts: WorkerParts | None = None,
+    listener: socket.socket, specs: list[ReplicaSpec], make: Callable[[], Router]
 ) -> AsyncIterator[Router]:
-    """A router that serves on a socket, on the running event loop. `parts`: of one of several workers."""
-    router = Router(config, current, None if parts is None else parts.accounts)
+    """A router that serves on a socket, on the running event loop."""
+    router = make()
     await router.start()
-    discovery = Discovery(router, config.router)
+    discovery = Discovery(router, router.config)
+    front = create_front(router)
     try:
-        async with contextlib.nullcontext() if parts is None else parts.connect(router):
-            front = create_front(router)
-            async with http.serving(front, listener, config.server):
-                discovery.start(specs)
-                logger.info("Foreword %s routes on %s", __version__, url_of(listener))
-                async with _picking(router, config.server):
-                    yield router
+        async with http.serving(front, listener, router.server_config):
+            discovery.start(specs)
+            logger.info("Foreword %s routes on %s", __version__, url_of(listener))
+            async with _picking(router, router.server_config):
+                yield router
     finally:
         discovery.stop()
         await router.stop()

@@ -177,7 +177,6 @@ class RoutedRequest:
             pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
         if prompt.chain is not None:
             pool.known.placed(prompt.chain, query.tokens, attempt.upstream.url, clock(), by_keys=prompt.exact)
-            router.workers.placed(pool, prompt.chain, query.tokens, attempt.upstream.url, by_keys=prompt.exact)
         self.decision_text = router.decisions.record(
             self.request_id, self.tenant.name, self.dialect, attempt, self.previous
         )

@@ -30,8 +30,7 @@ from foreword.router.replicas import ReplicaInfo, Upstream, clock
 from foreword.router.suspicious import MOST_DEATHS, Ask
 from foreword.routing.cost_kinds import MOST_NAME, CostKinds
 from foreword.routing.directory import CacheTier, Directory
-from foreword.routing.disaggregation import DisaggregationPolicy
-from foreword.routing.fleet import Fleet
+from foreword.routing.fleet import Disaggregation, Fleet
 from foreword.routing.known_prompts import KnownPrompts
 from foreword.routing.placement import KeySpace, PlacementQuery
 from foreword.routing.policies import policy_named
@@ -68,15 +67,22 @@ _Queued = tuple[PlacementRequest, asyncio.Future[Attempt]]
 class ReplicaPool:
     """The replicas of one model. Runs on one event loop."""
 
+    fleet_type: type[Fleet] = Fleet
+
     def __init__(
-        self, model: str, config: RouterConfig, weights: Mapping[str, float], kinds: CostKinds | None = None
+        self,
+        model: str,
+        config: RouterConfig,
+        weights: Mapping[str, float],
+        kinds: CostKinds | None = None,
+        disaggregation: Disaggregation | None = None,
     ) -> None:
         self.model = model
-        self.fleet = Fleet(
+        self.fleet = self.fleet_type(
             policy_named(config.policy),
             directory=Directory(config.directory_blocks),
             sessions=SessionTable(ttl=config.session_ttl),
-            disaggregation=DisaggregationPolicy(min_tokens=config.min_prefill),
+            disaggregation=disaggregation,
             kinds=kinds,
         )
         self.upstreams: dict[str, Upstream] = {}

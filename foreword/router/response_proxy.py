@@ -26,7 +26,6 @@ from foreword.api.event_stream import HEADERS, EventStream, comments_of
 from foreword.api.front import Answer
 from foreword.api.outcomes import ClientGone
 from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaFailed, RequestEnded
-from foreword.router import disaggregated
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response
 from foreword.router.auth import response_headers
 from foreword.router.choice_stream import NotReproduced
@@ -37,7 +36,7 @@ from foreword.router.continuation import (
     repeating_body,
     why_not_continuable,
 )
-from foreword.router.extras import Translation
+from foreword.router.extras import Translation, extras_for
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_body import PATHS, TRANSLATED, path_of, replica_body, resuming_fields
@@ -204,7 +203,7 @@ class _ResponseProxy:
         proxied, attempt = self.proxied, self._present
         if self._body is None:
             prefill, kind = attempt.prefill, attempt.upstream.kind
-            transfer = None if prefill is None else await disaggregated.prefilled(proxied, attempt, prefill)
+            transfer = None if prefill is None else await extras_for("--prefill").prefilled(proxied, attempt, prefill)
             body = replica_body(proxied.request, kind, proxied.own_fields(kind), transfer)
         else:
             body = msgspec.json.encode({**self._body, **proxied.own_fields(attempt.upstream.kind)})

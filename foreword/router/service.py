@@ -17,7 +17,7 @@ from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.decode import Limits
 from foreword.api.errors import MAX_BODY_BYTES
 from foreword.api.front import Front, Handler
-from foreword.api.quotas import Accounts, Quotas
+from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
 from foreword.api.routes import Routes
 from foreword.api.work_queue import WorkQueue
@@ -25,7 +25,7 @@ from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, Unk
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
-from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, Workers, extras_for, installed_extras, order_for
+from foreword.router.extras import Audit, Misses, Prefixes, SpeedProbes, WarmUp, extras_for, installed_extras, order_for
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
@@ -43,11 +43,10 @@ from foreword.router.replicas import (
 )
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.silence import why_lost
-from foreword.router.speed_probe import SpeedProbes
 from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
 from foreword.routing.cost_kinds import CostKinds
 from foreword.routing.event_feed import KvEventFeed
-from foreword.routing.fleet import Fleet
+from foreword.routing.fleet import Disaggregation, Fleet
 from foreword.tasks import background, shared
 
 if TYPE_CHECKING:
@@ -112,15 +111,13 @@ class Router:
         picked: requests that it has placed for a gateway and that are running.
     """
 
-    def __init__(
-        self, config: Config, current: Callable[[bytes], bytes] = bytes, accounts: Accounts | None = None
-    ) -> None:
+    def __init__(self, config: Config, current: Callable[[bytes], bytes] = bytes) -> None:
         self.config = config.router
         self.auth = RouterAuth(config, current)
         self.upstreams: dict[str, Upstream] = {}
         self.pools: dict[str, ReplicaPool] = {}
         self.subscriptions: dict[str, list[KvEventSubscription]] = {}
-        self.quotas = Quotas.parse(config.server.quotas, accounts)
+        self.quotas = Quotas.parse(config.server.quotas)
         self.bodies = RequestBodies(config.server.body_timeout)
         self.work = WorkQueue(inline=_INLINE_BYTES)
         self.front: Front | None = None
@@ -134,7 +131,6 @@ class Router:
         self.server_config = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
-        self.speeds = SpeedProbes(given.measure_seconds)
         self.cost_kinds = CostKinds()
         self._use_extras(config)
         self.stopping = asyncio.Event()
@@ -142,7 +138,8 @@ class Router:
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
         self.on_serving: list[Callable[[], None]] = []
         self.picked = 0
-        self.workers = Workers()
+        self.pool_type = ReplicaPool
+        self.render: Callable[[str], Any] = self.metrics.render
         self.audit = Audit()
         if given.audit_every or given.audit_reports is not None:
             self.audit = extras_for("--audit-every").audit(
@@ -156,7 +153,8 @@ class Router:
     def _use_extras(self, config: Config) -> None:
         """Raises ConfigError for a setting of extras that are not installed, or that cannot work."""
         given = config.router
-        self.prefixes, self.warm_up, self.misses = Prefixes(), WarmUp(), Misses()
+        self.prefixes, self.warm_up, self.misses, self.speeds = Prefixes(), WarmUp(), Misses(), SpeedProbes()
+        self._disaggregation: Disaggregation | None = None
         self.tracer: Tracer | None = None
         self.ledger: UsageLedger | None = None
         needed = {"--prefix-file": given.prefix_file, "--record": config.server.record, _COST_FILE: given.cost_file}
@@ -166,6 +164,8 @@ class Router:
             self.prefixes = extras.prefixes(self, given.prefix_file)
             self.warm_up = extras.warm_up(self.auth, self.metrics, given.warm_seconds)
             self.misses = extras.misses(self, config.server)
+            self.speeds = extras.speed_probes(given.measure_seconds)
+            self._disaggregation = extras.disaggregation(given.min_prefill)
         if config.server.otlp_endpoint is not None:
             self.tracer = extras_for("--otlp-endpoint").tracer(config.server.otlp_endpoint)
         if config.server.usage_ledger is not None:
@@ -233,7 +233,9 @@ class Router:
     # Replicas
 
     def add(self, spec: ReplicaSpec, source: str) -> Upstream:
-        """Add a replica. Raises ConfigError for a duplicate."""
+        """Add a replica. Raises ConfigError for a duplicate, and for one that only prefills without the extras."""
+        if spec.role == "prefill":
+            extras_for(f"replica {spec.url}: role=prefill")
         if spec.url in self.upstreams:
             raise ConfigError(f"there is a replica {spec.url} already")
         breaker = ReplicaBreaker(self.config.failures)
@@ -267,6 +269,9 @@ class Router:
         self.refresh(upstream)
         logger.info("replica %s %s", upstream.url, "drained" if drained else "undrained")
         return upstream
+
+    async def changed(self, change: str, url: str, role: str = "") -> None:
+        """An operator has changed a replica here: a router of several processes changes it in all."""
 
     def refresh(self, upstream: Upstream) -> None:
         """Apply a change of a replica's state to its pool."""
@@ -517,9 +522,10 @@ class Router:
         upstream.isolation_problem = self._isolation_problem(info)
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights, self.cost_kinds)
+            pool = self.pools[model] = self.pool_type(
+                model, self.config, self.auth.weights, self.cost_kinds, self._disaggregation
+            )
             self.misses.follow(pool.fleet)
-            self.workers.joined(pool)
         self._subscribe(upstream, pool)
         pool.add(upstream)
         if unmeasured:
@@ -607,7 +613,7 @@ class Router:
         pool = self.pool_of(upstream)
         replica = pool.fleet.replicas.get(upstream.url) if pool else None
         if found is not None and replica is not None:
-            replica.reported_running = max(found - upstream.in_flight - upstream.elsewhere, 0)
+            replica.reported_running = max(found - upstream.in_flight, 0)
 
     # Weights
 

@@ -17,7 +17,8 @@ import msgspec
 
 from foreword.decoders import decode_json
 from foreword.errors import reason_of
-from foreword.routing.cost_kinds import MOST_RECORDS, CostKinds, CostRecord
+from foreword.routing.cost_kinds import CostKinds
+from foreword.routing.cost_records import MOST_RECORDS, CostRecord, CostRecords
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +35,14 @@ class _File(msgspec.Struct):
 
 async def keep_costs(kinds: CostKinds, path: str) -> None:
     """Begin with what the file at `path` has, and write it every minute and when this is cancelled."""
-    file = CostFile(path)
-    kinds.restore(file.read(), time.time())
+    file, records = CostFile(path), CostRecords(kinds)
+    records.restore(file.read(), time.time())
     try:
         while True:
             await asyncio.sleep(_WRITE_SECONDS)
-            await asyncio.to_thread(file.write, kinds.records(time.time()))
+            await asyncio.to_thread(file.write, records.records(time.time()))
     finally:
-        await asyncio.to_thread(file.write, kinds.records(time.time()))
+        await asyncio.to_thread(file.write, records.records(time.time()))
 
 
 class CostFile:

@@ -12,10 +12,10 @@ from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.dashboard.pages import add_pages
 from foreword.errors import Forbidden, Unauthorized
-from foreword.router.recent_answers import of_fleet
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
+from foreword.router_extras.fleet_overview import answers_of, decisions_of, misses_of, of_fleet, prefixes_of
 
 _SHOWN_DECISIONS: Final = 20
 _SHOWN_CANDIDATES: Final = 4
@@ -57,7 +57,7 @@ def _now(router: Router, *, decisions: bool) -> dict[str, Any]:
     problem = router.ready()
     status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
     models = [pool.model for pool in router.pools.values() if pool.upstreams]
-    last = router.decisions.overview(_SHOWN_DECISIONS, _SHOWN_CANDIDATES) if decisions else []
+    last = decisions_of(router.decisions, _SHOWN_DECISIONS, _SHOWN_CANDIDATES) if decisions else []
     order = sorted(router.upstreams)
     return {
         "time": time.time(),
@@ -70,13 +70,13 @@ def _now(router: Router, *, decisions: bool) -> dict[str, Any]:
         "prefixes": [found for pool in router.pools.values() for found in _prefixes(pool, order)]
         if decisions
         else None,
-        "misses": router.decisions.misses(_SHOWN_CAUSES, _SHOWN_REQUESTS) if decisions else None,
+        "misses": misses_of(router.decisions, _SHOWN_CAUSES, _SHOWN_REQUESTS) if decisions else None,
     }
 
 
 def _prefixes(pool: ReplicaPool, order: list[str]) -> list[dict[str, Any]]:
     more = {"model": pool.model, "replicas": len(pool.upstreams)}
-    return [one | more for one in pool.shared_prefixes.overview(pool.fleet, order, _SHOWN_PREFIXES)]
+    return [one | more for one in prefixes_of(pool.shared_prefixes, pool.fleet, order, _SHOWN_PREFIXES)]
 
 
 def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
@@ -101,5 +101,5 @@ def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
         "usage": upstream.metrics.usage,
         "device": upstream.metrics.device,
         "tiers": upstream.metrics.tiers,
-        **upstream.recent.plain(),
+        **answers_of(upstream.recent),
     }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foreword.api.front import Handler
 from foreword.api.routes import Routes
@@ -13,15 +13,19 @@ from foreword.api.stored_responses import StoredResponses
 from foreword.config import parse_bytes
 from foreword.observability.recording import TraceRecorder
 from foreword.process_config import RouterConfig, ServerConfig
+from foreword.router.attempt import Attempt
 from foreword.router.auth import RouterAuth
-from foreword.router.extras import Audit, Order, RouterExtras, WorkerParts
-from foreword.router.replicas import ReplicaSpec
+from foreword.router.extras import ApplyReplicas, Audit, Order, RouterExtras, WorkerParts
+from foreword.router.proxied_request import ProxiedRequest
+from foreword.router.replicas import Upstream
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.service import Router
-from foreword.router_extras import cache_api, dashboard, fleet_erasures, prefixes_api, translated_api
+from foreword.router_extras import cache_api, dashboard, disaggregated, fleet_erasures, prefixes_api, translated_api
 from foreword.router_extras.router_misses import RouterMisses
 from foreword.router_extras.router_prefixes import RouterPrefixes
+from foreword.router_extras.speed_probe import ReplicaSpeedProbes
 from foreword.router_extras.warm_up import PrefixWarmUp
+from foreword.routing.disaggregation import DisaggregationPolicy
 
 if TYPE_CHECKING:
     from foreword.configuration import Config
@@ -44,17 +48,15 @@ class InstalledExtras(RouterExtras):
 
         return picking(router, limits)
 
-    def check_services(self, config: RouterConfig) -> None:
-        from foreword.router_extras.kubernetes import check_services
+    def check_sources(self, config: RouterConfig) -> None:
+        from foreword.router_extras.watched_replicas import check_sources
 
-        check_services(config)
+        check_sources(config)
 
-    async def watch_service(
-        self, config: RouterConfig, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
-    ) -> None:
-        from foreword.router_extras.kubernetes import watch_service
+    def watch_sources(self, config: RouterConfig, apply: ApplyReplicas) -> Iterable[Coroutine[Any, Any, None]]:
+        from foreword.router_extras.watched_replicas import watch_sources
 
-        await watch_service(config, text, changed)
+        return watch_sources(config, apply)
 
     def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:
         from foreword.router_extras.replica_audit import ReplicaAudit
@@ -66,6 +68,15 @@ class InstalledExtras(RouterExtras):
 
     def warm_up(self, auth: RouterAuth, metrics: RouterMetrics, seconds: float) -> PrefixWarmUp:
         return PrefixWarmUp(auth, metrics, seconds)
+
+    def disaggregation(self, min_tokens: int) -> DisaggregationPolicy:
+        return DisaggregationPolicy(min_tokens=min_tokens)
+
+    async def prefilled(self, proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:
+        return await disaggregated.prefilled(proxied, attempt, prefill)
+
+    def speed_probes(self, seconds: float) -> ReplicaSpeedProbes:
+        return ReplicaSpeedProbes(seconds)
 
     def misses(self, router: Router, config: ServerConfig) -> RouterMisses:
         recorder = None if config.record is None else TraceRecorder(Path(config.record), salt=config.record_salt)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from msgspec.structs import replace
@@ -19,6 +19,7 @@ from foreword.router.attempt import DecisionLog
 from foreword.router.extras import Misses, ServedRequest
 from foreword.router.router_metrics import RouterMetrics
 from foreword.routing.fleet import Fleet, PlacedRequest
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.usage import MissExplained
 
 # Shorter prompts cost too little to ask why.
@@ -65,7 +66,7 @@ class RouterMisses(Misses):
         self._decisions = decisions
         self._recorder = recorder
         self._finder = MissFinder(window=_WINDOW)
-        self._thread = ThreadPoolExecutor(1, "misses")
+        self._jobs = BackgroundJobs("misses", most=_MAX_WAITING)
         self._passed = 0  # requests since the last that was compared
         self._held: RequestRecord | None = None
         self._waiting: dict[int, RequestRecord | None] = {}
@@ -90,13 +91,14 @@ class RouterMisses(Misses):
                 self._record(record)
             return None
         passed, self._passed = self._passed, 0
-        explained = asyncio.wrap_future(self._thread.submit(self._explain, served, passed))
+        explained = asyncio.wrap_future(self._jobs.submit(self._explain, served, passed))
         self._waiting[id(explained)] = record
         explained.add_done_callback(lambda done: self._note(served.id, done))
         return explained
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._jobs.stop()
+        self._jobs.close(threading.TIMEOUT_MAX)
         for record in self._waiting.values():
             if record is not None:
                 self._record(record)

@@ -1,4 +1,4 @@
-"""The costs of kinds of replicas: learned together, and records of them that outlive a router. Pure; times are given.
+"""The costs of kinds of replicas, which are learned together. Pure.
 
 Replicas are of one kind if they have the same role, the same configured costs, if any, and the same machine, as far as that is
 known, and if the prompt with which each was measured took about as long. So replicas of unequal speed have costs of their own
@@ -8,8 +8,8 @@ from their first request, and equal ones learn together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from foreword.routing.costs import DEFAULT_COSTS, CostModel, ReplicaCosts, pairs
@@ -18,15 +18,10 @@ from foreword.routing.costs import DEFAULT_COSTS, CostModel, ReplicaCosts, pairs
 MEASURED_TOKENS: Final = 2000
 # As for a replica whose own requests differ from the common costs of its kind.
 _DIFFERENT: Final = 1.4
-# Most kinds of one machine, and most records of all machines.
+# Most kinds of one machine, and most machines.
 _MOST_OF_MACHINE: Final = 8
-MOST_RECORDS: Final = 256
+MOST_MACHINES: Final = 256
 MOST_NAME: Final = 512
-# Records older than this say nothing: drivers, engines and models change.
-RECORD_SECONDS: Final = 30 * 86_400.0
-# In a record, times of a token, a request or a step beyond these are a mistake.
-_LEAST_SECONDS: Final = 1e-10
-_MOST_SECONDS: Final = 60.0
 
 
 class Measurement(NamedTuple):
@@ -44,53 +39,14 @@ class Measurement(NamedTuple):
         return self.seconds / (costs.first + costs.compute_pairs(self.tokens, pairs(self.tokens, 0)))
 
 
-@dataclass(frozen=True, slots=True)
-class CostRecord:
-    """Learned costs of one kind. `at`: seconds since 1970; `machine`: what replicas of the kind report about themselves.
-
-    A record is only of use where it `is_plausible`.
-    """
-
-    role: str
-    machine: str
-    at: float
-    prefill: float
-    first: float
-    attention: float
-    decode_base: float
-    decode_each: float
-
-    def is_plausible(self, now: float) -> bool:
-        """Whether it is neither old, nor of the future, nor has a number that no replica has."""
-        times = self.first, self.attention, self.decode_base, self.decode_each
-        return (
-            0 <= now - self.at <= RECORD_SECONDS
-            and 0 < len(self.machine) <= MOST_NAME
-            and _LEAST_SECONDS <= self.prefill <= _MOST_SECONDS
-            and all(0 <= seconds <= _MOST_SECONDS for seconds in times)
-        )
-
-    @property
-    def costs(self) -> ReplicaCosts:
-        return replace(
-            DEFAULT_COSTS,
-            prefill=self.prefill,
-            first=self.first,
-            attention=self.attention,
-            decode_base=self.decode_base,
-            decode_each=self.decode_each,
-        )
-
-
 _Group = tuple[str, ReplicaCosts | None, str]
 
 
 @dataclass(slots=True)
 class _Kind:
-    """The common costs of a kind, and the record they began with, if any."""
+    """The common costs of a kind."""
 
     model: CostModel
-    record: CostRecord | None = None
 
     def distance(self, measured: Measurement) -> float:
         """How much its costs differ from what was measured, as the logarithm of a factor."""
@@ -124,33 +80,23 @@ class CostKinds:
             del known[:-_MOST_OF_MACHINE]
         return near.model
 
-    def restore(self, records: Iterable[CostRecord], now: float) -> None:
-        """Begin with the plausible ones of these records, the newest first."""
-        found = sorted((one for one in records if one.is_plausible(now)), key=lambda one: -one.at)
-        for one in found[:MOST_RECORDS]:
-            known = self._of_machine((one.role, None, one.machine))
-            if len(known) < _MOST_OF_MACHINE:
-                known.append(_Kind(CostModel(one.costs), one))
+    def begin(self, role: str, machine: str, costs: ReplicaCosts) -> CostModel | None:
+        """Begin a kind of a machine with known costs. None if it has too many."""
+        known = self._of_machine((role, None, machine))
+        if len(known) >= _MOST_OF_MACHINE:
+            return None
+        known.append(_Kind(CostModel(costs)))
+        return known[-1].model
 
-    def records(self, now: float) -> list[CostRecord]:
-        """Records of each kind that has learned, or was restored and has not learned again since. `now`: seconds since 1970."""
-        found = [
-            _record(role, machine, now, one.model.costs) if one.model.has_learned else one.record
-            for (role, costs, machine), known in self._kinds.items()
-            if machine and costs is None
-            for one in known
-        ]
-        kept = [one for one in found if one is not None and one.is_plausible(now)]
-        return sorted(kept, key=lambda one: -one.at)[:MOST_RECORDS]
+    def of_machines(self) -> Iterator[tuple[str, str, CostModel]]:
+        """Role, machine and costs of each kind whose machine is known and whose costs are not configured."""
+        for (role, costs, machine), known in self._kinds.items():
+            if machine and costs is None:
+                yield from ((role, machine, one.model) for one in known)
 
     def _of_machine(self, group: _Group) -> list[_Kind]:
         """The kinds of one machine. Those of the machine that was unused for longest are forgotten if there are too many."""
         self._kinds[group] = known = self._kinds.pop(group, [])
-        while len(self._kinds) > MOST_RECORDS:
+        while len(self._kinds) > MOST_MACHINES:
             del self._kinds[next(iter(self._kinds))]
         return known
-
-
-def _record(role: str, machine: str, now: float, costs: ReplicaCosts) -> CostRecord:
-    fitted = costs.prefill, costs.first, costs.attention, costs.decode_base, costs.decode_each
-    return CostRecord(role, machine, now, *fitted)

@@ -31,7 +31,6 @@ from foreword.routing.directory import (
     InFlightPrefixes,
     Reach,
 )
-from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.placement import (
     USUAL_OUTPUT,
     USUAL_SHARE,
@@ -173,16 +172,18 @@ class PlacedRequest(SentRequest):
         self.decoding.load.finished(self, now)
 
 
-class FleetListener(Protocol):
-    """Gets what a fleet notes of requests in flight."""
+class Disaggregation(Protocol):
+    """When prompts are computed on another replica than the one that decodes (`disaggregation.DisaggregationPolicy`)."""
 
-    def sent(self, name: str, query: PlacementQuery, decision: Decision, now: float) -> None: ...
-
-    def first_token(self, name: str, now: float) -> None: ...
-
-    def finished(self, name: str, now: float, cached: int | None, output: int | None, guessed: bool) -> None: ...
-
-    def failed(self, name: str, now: float) -> None: ...
+    def choose(
+        self,
+        query: PlacementQuery,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+        policy: Policy,
+        home: str | None = None,
+    ) -> Decision:
+        """A decision; its `prefill` is set if two replicas share the request."""
 
 
 class Fleet:
@@ -191,13 +192,12 @@ class Fleet:
     Args:
         policy: the placement policy (`policies.policy_named`).
         directory: blocks known from KV events; shared with the event feeds.
-        disaggregation: when prompts are computed on a separate replica, if there are prefill replicas.
+        disaggregation: when prompts are computed on a separate replica; without it prefill replicas get no requests.
         kinds: learned costs by kind of replica; shared with the fleets of other models.
 
     Attributes:
         sessions_moved: requests that were not placed on their session's replica.
         on_finished: called with every request that succeeded.
-        listener: gets what is noted of requests in flight.
     """
 
     def __init__(
@@ -206,18 +206,17 @@ class Fleet:
         *,
         directory: Directory | None = None,
         sessions: SessionTable | None = None,
-        disaggregation: DisaggregationPolicy | None = None,
+        disaggregation: Disaggregation | None = None,
         kinds: CostKinds | None = None,
     ) -> None:
         self.policy = policy or CostPolicy()
         # Both are empty at first, and what is empty counts as false.
         self.directory = directory if directory is not None else Directory()
         self.sessions = sessions if sessions is not None else SessionTable()
-        self.disaggregation = disaggregation or DisaggregationPolicy()
+        self.disaggregation = disaggregation
         self.replicas: dict[str, ReplicaState] = {}
         self.sessions_moved = 0
         self.on_finished: Callable[[PlacedRequest], None] | None = None
-        self.listener: FleetListener | None = None
         self._requests: dict[str, PlacedRequest] = {}
         self._weights: Counter[str | None] = Counter()
         self._shortlist = Shortlist()
@@ -362,7 +361,7 @@ class Fleet:
 
     def _choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None) -> Decision:
         decode = [one for one in candidates if self.replicas[one.name].role != "prefill"]
-        if len(decode) == len(candidates):
+        if len(decode) == len(candidates) or self.disaggregation is None:
             return self.policy.choose(query, decode, home)
         prefill = [one for one in candidates if self.replicas[one.name].role != "decode"]
         return self.disaggregation.choose(query, prefill, decode, self.policy, home)
@@ -494,16 +493,12 @@ class Fleet:
         self.sessions_moved += decision.home is not None and decision.home != decision.replica
         session_keys = query.keys_in(decoding.key_space(query))
         self.sessions.record(query.session, session_keys, decision.replica, now, decoding.weights)
-        if self.listener is not None:
-            self.listener.sent(name, query, decision, now)
 
     def first_token(self, name: str, now: float) -> None:
         """Note the first token of a request. Unknown requests are ignored."""
         request = self._requests.get(name)
         if request is None:
             return
-        if self.listener is not None:
-            self.listener.first_token(name, now)
         request.end_prefill()
         computing, decoding = request.computing, request.decoding
         if computing.load.first_token(request, now) and computing is not decoding:
@@ -524,27 +519,23 @@ class Fleet:
         cached_tokens: int | None = None,
         output_tokens: int | None = None,
         guessed: bool = False,
-        counted: bool = True,
     ) -> None:
         """Note that a request succeeded, and learn from it. Unknown requests are ignored.
 
         Args:
             cached_tokens: as reported in the response's usage.
             guessed: the time of the first token was not observed, so it teaches nothing.
-            counted: it counts in the accuracy of estimates; one that another process has placed is counted there.
         """
         request = self._requests.pop(name, None)
         if request is None:
             return
-        if self.listener is not None:
-            self.listener.finished(name, now, cached_tokens, output_tokens, guessed)
         running = len(request.decoding.load.running)
         self._end(request, now)
         request.finished_at, request.cached_tokens, request.output_tokens = now, cached_tokens, output_tokens
         if guessed:
             request.first_at = None
         if cached_tokens is not None:
-            _correct_estimate(request, cached_tokens, counted=counted)
+            _correct_estimate(request, cached_tokens)
         estimated = request.decoding.estimated_blocks
         if estimated is not None and output_tokens:
             # The KV of the last output token is never computed.
@@ -587,8 +578,6 @@ class Fleet:
         """Note that a request failed or its client disconnected. Nothing is learned. Unknown requests are ignored."""
         request = self._requests.pop(name, None)
         if request is not None:
-            if self.listener is not None:
-                self.listener.failed(name, now)
             self._end(request, now)
 
     def _end(self, request: PlacedRequest, now: float) -> None:
@@ -640,11 +629,10 @@ def _candidate(
     )
 
 
-def _correct_estimate(request: PlacedRequest, cached_tokens: int, *, counted: bool) -> None:
+def _correct_estimate(request: PlacedRequest, cached_tokens: int) -> None:
     """Compare the expected with the actual cached tokens."""
     replica, size = request.computing, request.block_size
-    if counted:
-        replica.accuracy.record(request.expected, cached_tokens)
+    replica.accuracy.record(request.expected, cached_tokens)
     if replica.estimated_blocks is not None:
         expected = request.expected // size
         replica.estimated_blocks.correct(request.keys, expected, -(-cached_tokens // size), expected - request.guessed)

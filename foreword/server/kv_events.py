@@ -45,6 +45,7 @@ from foreword.kv_event_wire import (
     encode_number,
 )
 from foreword.newest import Newest
+from foreword.store.background import background_thread
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Reach
@@ -250,8 +251,7 @@ class KvEvents:
         self._known_lock = threading.Lock()
         self._changes: deque[_Change] = deque(maxlen=_MAX_CHANGES)
         self.source = EventSource(first, second, self._log.messages, curve=key is not None)
-        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
-        self._thread.start()
+        self._thread = background_thread(self._run, "kv-events")
 
     # On the engine's thread
 

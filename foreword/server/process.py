@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.server.engine_observers import EngineRecorder, EngineTraces
+from foreword.store.background import background_thread
 from foreword.tasks import background
 from foreword.transfer_config import TransferConfig
 
@@ -174,7 +174,7 @@ class ModelLoader:
         self._observers = observers
         self._events = events
         self._server = server
-        self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
+        self._thread = background_thread(self._run, "loading", bound=False, start=False)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:

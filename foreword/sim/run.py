@@ -18,6 +18,7 @@ from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.salt import Salt
 from foreword.errors import ConfigError, RateLimited
 from foreword.routing.directory import CacheTier, Directory
+from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery, Policy
 from foreword.routing.policies import policy_named
@@ -125,7 +126,7 @@ class _Simulation:
         self.agenda: list[tuple[float, int, str, SimulatedReplica | Callable[[], None]]] = []
         self.outcomes = [RequestOutcome(request) for request in trace]
         chosen = policy_named(policy) if isinstance(policy, str) else policy
-        self.fleet = Fleet(chosen, directory=Directory(4 * self._all_blocks()))
+        self.fleet = Fleet(chosen, directory=Directory(4 * self._all_blocks()), disaggregation=DisaggregationPolicy())
         tokens = self.specs[""].shared_tokens
         self.shared = [SimulatedTier(CacheTier.SHARED, tokens // spec.block_size)] if tokens else []
         self.replicas: dict[str, SimulatedReplica] = {}

@@ -1,5 +1,7 @@
-"""Threads beside the one that computes: their priority and cores, so that they do not slow it, one that follows a store, and
-large batches in parts on several threads, since a copy in the kernel takes one core; and one that has pages allocated.
+"""Threads beside the one that computes: their priority and cores, so that they do not slow it; large batches in parts on
+several threads, since a copy in the kernel takes one core; and one that has pages allocated.
+
+All threads of the package are started here (`dev/threads.md` lists them). Queues of jobs are in `background_jobs.py`.
 """
 
 from __future__ import annotations
@@ -8,12 +10,9 @@ import contextlib
 import ctypes
 import itertools
 import os
-import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 Result = TypeVar("Result")
@@ -73,7 +72,7 @@ class PagePopulator:
         self._changed = threading.Condition()
         self._used = 0
         self._stopped = False
-        threading.Thread(target=self._run, args=(memory, address, size), name=name, daemon=True).start()
+        background_thread(lambda: self._run(memory, address, size), name, nice=_POPULATE_NICE)
 
     def extend(self, end: int) -> None:
         """Note that bytes up to `end` are in use or will be soon."""
@@ -88,8 +87,6 @@ class PagePopulator:
             self._changed.notify()
 
     def _run(self, _memory: object, address: int, size: int) -> None:
-        use_background_cores()
-        lower_priority(_POPULATE_NICE)
         for offset in range(0, size, _POPULATE_BYTES):
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or offset < self._used + _AHEAD_BYTES)  # noqa: B023
@@ -103,49 +100,31 @@ class PagePopulator:
                 self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)
 
 
-class Follower:
-    """A background thread that does what it is given, one after the other. It starts at once.
+def background_thread(
+    run: Callable[[], object], name: str, *, nice: int = 0, bound: bool = True, start: bool = True
+) -> threading.Thread:
+    """A daemon thread for a loop that waits for something else than jobs, such as a connection or lists of its owner, which
+    ends it. For jobs there is `BackgroundJobs`. In a forked child the thread counts as ended.
 
     Args:
-        regularly: is done every few seconds, between two other things.
+        name: behind `foreword-`.
+        nice: is added to the nice value of the thread.
+        bound: whether it runs on the cores for background work. Else on those of the calling thread.
+
+    Raises RuntimeError if the system has no more threads.
     """
 
-    def __init__(self, name: str, regularly: Callable[[], object], seconds: float) -> None:
-        self._regularly = regularly
-        self._seconds = seconds
-        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+    def work() -> None:
+        if bound:
+            use_background_cores()
+        if nice:
+            lower_priority(nice)
+        run()
 
-    def do(self, work: Callable[[], object]) -> None:
-        """Do this when all that was given before is done."""
-        self._work.put(work)
-
-    def flush(self, timeout: float) -> bool:
-        """Wait until all that was given is done. False if that takes longer. At once after `close`."""
-        done = threading.Event()
-        self.do(done.set)
-        return not self._thread.is_alive() or done.wait(timeout)
-
-    def close(self, timeout: float) -> None:
-        """End when all that was given is done."""
-        self._work.put(None)
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        use_background_cores()
-        due = time.monotonic() + self._seconds
-        while True:
-            left = due - time.monotonic()
-            if left <= 0:
-                self._regularly()
-                due = time.monotonic() + self._seconds
-                continue
-            with contextlib.suppress(queue.Empty):
-                work = self._work.get(timeout=left)
-                if work is None:
-                    return
-                work()
+    thread = threading.Thread(target=work, name=f"foreword-{name}", daemon=True)
+    if start:
+        thread.start()
+    return thread
 
 
 def divide(sizes: Sequence[int], threads: int) -> list[slice]:
@@ -155,22 +134,29 @@ def divide(sizes: Sequence[int], threads: int) -> list[slice]:
     return [slice(low, high) for low, high in itertools.pairwise(bounds)]
 
 
-def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Make calls at the same time, the first on this thread, and wait for all of them. Raises what one of them raised.
+def at_once(calls: Sequence[Callable[[], Result]], threads: int | None = None) -> list[Result]:
+    """Make calls at the same time, on this thread and on new ones, and wait for all of them. Raises what one of them raised;
+    others may not have been made then.
 
-    The other threads are new ones, so they have the priority of this one.
+    The new threads have the priority and the cores of this one. `threads`: with this one, at most.
     """
-    if len(calls) < 2:
-        return [call() for call in calls]
-    with ThreadPoolExecutor(len(calls) - 1, "foreword-part") as threads:
-        others = [_started(threads, call) for call in calls[1:]]
-        first = calls[0]()
-    return [first, *(result() for result in others)]
+    turns, results, errors = itertools.count(), dict[int, Result](), list[BaseException]()
 
+    def work() -> None:
+        try:
+            while (turn := next(turns)) < len(calls):
+                results[turn] = calls[turn]()
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            errors.append(error)
 
-def _started(threads: ThreadPoolExecutor, call: Callable[[], Result]) -> Callable[[], Result]:
-    """Make a call on another thread. Returns what waits for the result."""
-    try:
-        return threads.submit(call).result
-    except RuntimeError:  # no further threads, as at the end of the process: the caller makes the call itself
-        return call
+    others = list[threading.Thread]()
+    # No further threads, as at the end of the process: those that there are make the calls.
+    with contextlib.suppress(RuntimeError):
+        for _ in range(min(len(calls), threads or len(calls)) - 1):
+            others.append(background_thread(work, "part", bound=False))
+    work()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[turn] for turn in range(len(calls))]

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, ungenerated, with_generation
 from foreword.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
+from foreword.store.background import background_thread
 from foreword.store.base import Store, time_left
 from foreword.store.frame import ENCRYPTED
 from foreword.store.master_keys import MasterKeys
@@ -125,7 +126,7 @@ class KeyStoreCalls:
             if not (self.down or (hurried and isinstance(error, StoreTimeout))):
                 self.down = True
                 log.warning("the key store does not answer: %s", error.message)
-                threading.Thread(target=self._probe, name="foreword-keys", daemon=True).start()
+                background_thread(self._probe, "keys")
             raise
 
     def _try(self, call: Callable[..., Result], deadline: float = math.inf) -> Result:
@@ -365,8 +366,7 @@ class DataKeys(TenantKeys):
                 now.until = 0.0
         with self._lock:
             if self._looking is None:
-                self._looking = threading.Thread(target=self._look, name="foreword-generations", daemon=True)
-                self._looking.start()
+                self._looking = background_thread(self._look, "generations")
         if known is not None and known.salt != found:
             for call in self.on_end:
                 call(known.salt)

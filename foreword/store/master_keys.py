@@ -18,10 +18,12 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from foreword.config import read_text
 from foreword.errors import ConfigError, reason_of
+from foreword.store.background import background_thread
 from foreword.store_config import EncryptionConfig
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class MasterKeys:
                     return
                 attempt = _Attempt()
                 # The thread cannot end before this lock is free, so it never leaves its own attempt here.
-                threading.Thread(target=self._try, args=(attempt,), name="foreword-master-keys", daemon=True).start()
+                background_thread(partial(self._try, attempt), "master-keys")
                 self._attempt = attempt
         attempt.done.wait(max(min(deadline, attempt.started + _WAIT_SECONDS) - time.monotonic(), 0.0))
 

@@ -115,7 +115,7 @@ class StoreTier:
         self._writing_held = threading.Lock()
         if self.admission is not None and self.admission.rule.hold:
             self.held = HeldWrites(self.admission.rule.hold, self.admission.refused)
-        self._threads = TierThreads(f"foreword-{store.label}")
+        self._threads = TierThreads(store.label)
         self._lock = threading.Lock()
         self._listener: Callable[[bool, Sequence[Name]], None] | None = None
         self._status = StoreStatus()

@@ -15,9 +15,11 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Final, Generic, TypeVar
 
 from foreword.errors import StoreHung, StoreUnavailable
+from foreword.store.background import background_thread
 
 _FAILURES_TO_OPEN: Final = 3
 _SUCCESS_COUNTS: Final = 0.25  # seconds for which a success shows that the store as a whole works
@@ -216,7 +218,7 @@ class TierThreads:
             self._threads += spawn
         self._calls.put(call)  # type: ignore[arg-type]
         if spawn:
-            threading.Thread(target=_serve, args=(weakref.ref(self), self._calls), name=self._name, daemon=True).start()
+            background_thread(partial(_serve, weakref.ref(self), self._calls), self._name, bound=False)
         return call
 
     def call(self, work: Callable[[], Result], deadline: float) -> Result:

@@ -15,7 +15,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby, zip_longest
@@ -245,9 +244,7 @@ class TieredStore(Store):
         connect and open indexes before a request waits for it. Takes the fingerprints of the layouts. Never raises."""
         names = [one + bytes(NAME_BYTES - FINGERPRINT_BYTES) for one in layouts]
         deadline, asked = time.monotonic() + _WARM_UP_SECONDS, [tier for tier in self.tiers if tier.blocking]
-        if asked:
-            with ThreadPoolExecutor(len(asked), "foreword-warm-up") as pool:
-                list(pool.map(lambda tier: tier.warm_up(names, deadline), asked))
+        at_once([partial(tier.warm_up, names, deadline) for tier in asked])
 
     def turns(self, deadline: float) -> Iterator[tuple[int, float]]:
         """The index of each tier that may be read, and the deadline of a call of it, until the deadline has passed."""

@@ -13,6 +13,7 @@ from typing import Final
 
 from foreword.blocks.layout import Layout
 from foreword.errors import TransferError, TransferUnavailable
+from foreword.store.background import background_thread
 from foreword.transfer.handshake import Peer
 from foreword.transfer.link import BATCH_BYTES, Link
 from foreword.transfer.wire_format import NO_TRANSFER, Buffer, Frames, Heartbeat, KVPart, Reason, TransferMessage
@@ -253,8 +254,7 @@ class Channel:
     def start(self, on_error: Callable[[TransferError], None]) -> None:
         """Start the writer's thread. `on_error` is called if the link fails, and ends the connection."""
         self._on_error = on_error
-        self._writer = threading.Thread(target=self._write, name=f"foreword-send-{self.peer.name}", daemon=True)
-        self._writer.start()
+        self._writer = background_thread(self._write, f"send-{self.peer.name}")
 
     def abort(self, error: TransferError) -> None:
         """End the connection because of this peer. From any thread."""

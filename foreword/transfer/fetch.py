@@ -8,11 +8,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import ProtocolViolation, TransferError, TransferRefused, TransferTimeout
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.transfer.channel import Channel
 from foreword.transfer.link import Received
 from foreword.transfer.transfers import TransferService
@@ -153,7 +153,7 @@ class FetchServer:
         patience: seconds that one request may take.
     """
 
-    def __init__(self, service: TransferService, workers: ThreadPoolExecutor, patience: float) -> None:
+    def __init__(self, service: TransferService, workers: BackgroundJobs, patience: float) -> None:
         self._service = service
         self._workers = workers
         self._patience = patience

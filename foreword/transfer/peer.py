@@ -25,8 +25,9 @@ from foreword.errors import (
     TransferError,
     TransferTimeout,
 )
+from foreword.store.background import background_thread
 from foreword.store.base import Name, StoreStatus, time_left
-from foreword.store.local_records import ReadOnlyStore
+from foreword.store.read_only import ReadOnlyStore
 from foreword.store.types import Opener, Options, StoreUrl, parse_flag, read_options
 from foreword.transfer.connection import Connection
 from foreword.transfer.sockets import parse_address
@@ -80,7 +81,7 @@ class PeerStore(ReadOnlyStore):
         self._dialing = True
         self._closed = False
         self._changed = threading.Condition()
-        threading.Thread(target=self._keep_connected, name=f"foreword-{label}", daemon=True).start()
+        background_thread(self._keep_connected, label)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         return self._call(lambda peer: peer.locate(names, deadline=deadline), deadline)

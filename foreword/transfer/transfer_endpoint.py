@@ -17,12 +17,13 @@ import socket
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, PeerGone, PeerRejected, TransferError, TransferUnavailable
+from foreword.store.background import background_thread
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.connection import Connection
 from foreword.transfer.fetch import FetchServer
@@ -156,7 +157,7 @@ class TransferEndpoint:
         self._secrets = config.shared_secrets() or (SharedSecret(""),)
         timings = Timings(config.answer_timeout, config.progress_timeout, config.lease_seconds)
         self._registry = TransferRegistry(self.service, timings, config.max_transfers)
-        self._workers = ThreadPoolExecutor(_WORKERS, "foreword-transfer")
+        self._workers = BackgroundJobs("transfer", most=None, threads=_WORKERS)
         self._server = FetchServer(self.service, self._workers, config.progress_timeout)
         self._traffic = {name: LinkTraffic() for name in LINKS}
         self._lock = threading.Lock()
@@ -165,7 +166,7 @@ class TransferEndpoint:
         self._pending = PendingConnections()
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
-        threading.Thread(target=self._run_clock, name="foreword-transfer-clock", daemon=True).start()
+        background_thread(self._run_clock, "transfer-clock")
         remove_stale()
 
     # Connections
@@ -177,9 +178,7 @@ class TransferEndpoint:
         if self._listener is None:
             self._listener, bound = listen(self._bind)
             self.address = self.config.advertise or str(bound)
-            threading.Thread(
-                target=self._accept, args=(self._listener,), name="foreword-transfer-accept", daemon=True
-            ).start()
+            background_thread(functools.partial(self._accept, self._listener), "transfer-accept")
         return self.address
 
     def connect(self, address: str, *, deadline: float | None = None) -> Connection:
@@ -211,7 +210,7 @@ class TransferEndpoint:
             raise TransferUnavailable("this endpoint is closed")
         connection = self._open_as_client(where, deadline)
         connection.known_as.add(str(where))
-        threading.Thread(target=connection.read, name=f"foreword-receive-{where}", daemon=True).start()
+        background_thread(connection.read, f"receive-{where}")
         return connection
 
     def _open_as_client(self, where: Address, deadline: float) -> Connection:
@@ -283,7 +282,7 @@ class TransferEndpoint:
             stream = self._tls.stream(sock, client=False)
             self._pending.add(stream)
             try:
-                threading.Thread(target=self._serve, args=(stream,), name="foreword-receive", daemon=True).start()
+                background_thread(functools.partial(self._serve, stream), "receive")
             except RuntimeError:  # out of threads
                 self._pending.remove(stream)
                 stream.close()
@@ -372,7 +371,7 @@ class TransferEndpoint:
             connection.close("the instance stops")
         for connection in connections:
             connection.channel.join(1.0)
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        self._workers.stop()
         self._expire_transfers()
         listener, self._listener = self._listener, None
         if listener is not None:

@@ -54,7 +54,7 @@ class Workers:
     """Two ranks with a memory tier and a disk each, and the scheduler's lookups in them."""
 
     def __init__(self, vllm: Callable[[str], Any], folder: Path) -> None:
-        ranks, peers = vllm("vllm.rank_stores"), vllm("vllm_extras.peer_ranks")
+        peers = vllm("vllm_extras.peer_ranks")
         self.memory = [MemoryStore(1 << 20) for _ in range(RANKS)]
         self.endpoints = [
             vllm("vllm_extras.endpoints").LookupEndpoint([layout], [memory], "engine", rank)
@@ -62,8 +62,8 @@ class Workers:
         ]
         self.disks = [DiskStore(folder / "kv", 1 << 24) for _ in range(RANKS)]
         addresses = zip(LAYOUTS, self.endpoints, strict=True)
-        found = ranks.RankStores("memory", local=True)
-        found.set_ranks({one.fingerprint: peers.worker_memory(where.address, "memory") for one, where in addresses})
+        found = peers.RankStores("memory", local=True)
+        found.set_ranks({one.fingerprint: peers.WorkerMemory(where.address, "memory") for one, where in addresses})
         self.disk = DiskStore(folder / "kv", 1 << 24)
         self.store = TieredStore([found, self.disk])
         self.store.warm_up([layout.fingerprint for layout in LAYOUTS])

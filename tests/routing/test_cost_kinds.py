@@ -1,4 +1,4 @@
-"""Costs by kind of replica: known from the first request, kept over restarts, and never from a number that cannot be."""
+"""Costs by kind of replica: known from the first request."""
 
 from __future__ import annotations
 
@@ -8,24 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.routing.cost_kinds import MOST_RECORDS, RECORD_SECONDS, CostKinds, CostRecord, Measurement
+from foreword.routing.cost_kinds import MOST_MACHINES, CostKinds, Measurement
 from foreword.routing.costs import DEFAULT_COSTS, CostModel, ReplicaCosts, pairs
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery
 
-NOW = 1.8e9
 SLOW = ReplicaCosts(prefill=1e-3, first=0.05, attention=3e-8, decode_base=0.1, decode_each=1e-3)
 
 
 def took(seconds: float, tokens: int = 2000) -> Measurement:
     return Measurement(tokens, seconds)
-
-
-def record(machine: str = "m", at: float = NOW, **more: float) -> CostRecord:
-    return CostRecord("both", machine, at, **{"prefill": 1e-3, "first": 0.05, "attention": 3e-8} | STEPS | more)
-
-
-STEPS = {"decode_base": 0.1, "decode_each": 1e-3}
 
 
 def test_replicas_of_unequal_speed_have_their_costs_before_a_request() -> None:
@@ -52,49 +44,6 @@ def test_without_a_measurement_costs_are_those_of_the_machine(measured: Measurem
     assert kinds.of("both", SLOW, "m", took(0.4)).costs == SLOW
 
 
-def test_what_was_learned_is_kept() -> None:
-    """A kind that has learned is restored with its costs: a replica of that machine and speed has them at once. One that
-    did not learn again keeps its record and its age."""
-    kinds = CostKinds()
-    model = kinds.of("both", None, "m", took(2.0))
-    for number in range(48):
-        tokens = 500 + 100 * number
-        model.observe_first_token(tokens, 0, 0.05 + 1e-3 * tokens)
-    unread = kinds.of("both", None, "prompts that were not read", took(2.0))
-    for _ in range(48):
-        unread.observe_first_token(1, 0, 0.5)
-    kept = kinds.records(NOW)
-    assert [one.machine for one in kept] == ["m"]
-    again = CostKinds()
-    again.restore(kept, NOW + 60)
-    assert again.of("both", None, "m", took(2.1)).costs.prefill == pytest.approx(model.costs.prefill)
-    assert again.of("both", None, "m").costs.prefill == pytest.approx(1e-3, rel=0.05)
-    assert again.records(NOW + 60) == kept
-    assert again.records(NOW + 2 * RECORD_SECONDS) == []
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        record(at=NOW + 10),
-        record(at=NOW - RECORD_SECONDS - 1),
-        record(machine=""),
-        record(machine="x" * 5000),
-        record(prefill=0.0),
-        record(prefill=math.nan),
-        record(first=-1.0),
-        record(decode_base=math.inf),
-        record(attention=1e9),
-    ],
-)
-def test_odd_records_are_ignored(odd: CostRecord) -> None:
-    """Records that are old, of the future or of impossible costs leave the general costs, and do not stay."""
-    kinds = CostKinds()
-    kinds.restore([odd], NOW)
-    assert kinds.of("both", None, odd.machine).costs == DEFAULT_COSTS
-    assert kinds.records(NOW) == []
-
-
 @given(st.lists(st.tuples(st.integers(0, 400), st.floats(1e-3, 1e3)), max_size=600))
 def test_kinds_are_bounded(asked: list[tuple[int, float]]) -> None:
     """Whatever joins, no more than a bounded number of machines and of kinds of each is known, and what is asked for is
@@ -102,7 +51,7 @@ def test_kinds_are_bounded(asked: list[tuple[int, float]]) -> None:
     kinds = CostKinds()
     for machine, seconds in asked:
         assert isinstance(kinds.of("both", None, f"m{machine}", took(seconds)), CostModel)
-    assert len(kinds._kinds) <= MOST_RECORDS and all(len(one) <= 8 for one in kinds._kinds.values())
+    assert len(kinds._kinds) <= MOST_MACHINES and all(len(one) <= 8 for one in kinds._kinds.values())
 
 
 def test_an_overdue_prompt_is_an_observation() -> None:

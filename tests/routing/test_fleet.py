@@ -241,11 +241,14 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fleet = Fleet()
+        self.fleet = self.made()
         self.fleet.add("p", role="prefill")
         self.now = 0.0
         self.number = 0
         self.open: list[str] = []
+
+    def made(self) -> Fleet:
+        return Fleet()
 
     names = st.sampled_from(["a", "b", "c"])
     picks = st.integers(0, 1000)
@@ -325,28 +328,6 @@ def test_a_session_that_moves_is_counted() -> None:
     fleet.sent("2", first, decision, 1.0)
     assert fleet.sessions_moved == 1
     assert fleet.place(first, 20.0).home == decision.replica
-
-
-def test_disaggregated_prefill_moves_the_load() -> None:
-    """A prefill replica computes a long prompt; its load ends with the first token, when the decode replica's
-    begins."""
-    fleet = Fleet()
-    fleet.add("p", role="prefill", costs=COSTS)
-    fleet.add("d", role="decode", costs=COSTS)
-    waiting = query(text(9, 3000))
-    alone = CostPolicy().choose(waiting, [c for c in fleet.candidates(waiting, 0.0) if c.name == "d"])
-    fleet.sent("0", waiting, alone, 0.0)
-    asked = query(text(1, 2000))
-    decision = fleet.place(asked, 0.0)
-    assert (decision.prefill, decision.replica) == ("p", "d")
-    fleet.sent("1", asked, decision, 0.0)
-    assert [len(fleet.replicas[name].load.waiting) for name in "pd"] == [1, 1]
-    fleet.first_token("1", 2.0)
-    assert [len(fleet.replicas[name].load.waiting) for name in "pd"] == [0, 1]
-    assert [len(fleet.replicas[name].load.running) for name in "pd"] == [0, 1]
-    fleet.finished("1", 5.0, cached_tokens=0, output_tokens=100)
-    assert len(fleet.replicas["d"].load.running) == 0
-    assert fleet.replicas["d"].load.resident == waiting.tokens + 256
 
 
 def test_full_memory_makes_others_cheaper() -> None:
@@ -542,19 +523,6 @@ def test_a_session_stays_with_its_weights(named: bool) -> None:
     assert set(third.values()) == new
     fleet.add("f", costs=COSTS, weights="1")
     assert {turn(name, 3.0) for name in first} == new
-
-
-def test_a_prompt_is_computed_by_the_same_weights() -> None:
-    """A prompt is only split between replicas that are known to have equal weights, however much faster another would be."""
-    fleet = Fleet(CostPolicy())
-    fast = ReplicaCosts(prefill=1e-5, first=0.0, decode_each=0.0)
-    for name, weights in (("prefill-1", "1"), ("prefill-2", "2"), ("prefill-unknown", None)):
-        fleet.add(name, role="prefill", costs=fast, weights=weights)
-    for decode, weights, prefill in (("d1", "1", "prefill-1"), ("d3", "3", None), ("d-unknown", None, None)):
-        fleet.add(decode, role="decode", costs=COSTS, weights=weights)
-        decision = fleet.place(prompt_for(text(1, 4000), "1", "2", "3", ""), 0.0)
-        assert (decision.replica, decision.prefill) == (decode, prefill)
-        fleet.remove(decode)
 
 
 @pytest.mark.parametrize(("replicas", "prompts", "own"), [(4, 200, 0), (4, 200, 20), (8, 400, 0), (2, 60, 40)])

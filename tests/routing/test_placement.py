@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from foreword.errors import ConfigError
 from foreword.routing.costs import LoadCost
-from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.placement import (
     Candidate,
     CostEstimate,
@@ -290,55 +289,6 @@ def test_session_affinity_out_of_range_is_refused() -> None:
     """A ratio below 1 is an error."""
     with pytest.raises(ConfigError, match="at least 1"):
         SessionAffinity(ratio=0.5)
-
-
-# Disaggregated prefill
-
-
-def test_a_long_prompt_uses_disaggregated_prefill() -> None:
-    """1,600 tokens with 2,000 queued at the decode replica: 3.6 s there, against 1.6 s elsewhere plus 0.17 s of KV
-    transfer."""
-    decision = DisaggregationPolicy().choose(
-        query(1600), [candidate("p")], [candidate("d", queued_tokens=2000)], CostPolicy()
-    )
-    assert (decision.replica, decision.prefill) == ("d", "p")
-    assert decision.estimate is not None and decision.estimate.total == pytest.approx(1.6 + 0.16 + 0.01)
-    assert "after p" in decision.in_words() and "KV transfer" in decision.in_words()
-
-
-def test_a_mostly_cached_prompt_is_not_split() -> None:
-    """1,500 of 1,600 tokens are cached: 100 tokens do not justify a second replica, however busy the first one is."""
-    busy = candidate("d", 94, queued_tokens=2000, running=50)
-    assert DisaggregationPolicy().choose(query(1600), [candidate("p")], [busy], CostPolicy()).prefill is None
-
-
-def test_many_decoding_sequences_justify_a_separate_prefill() -> None:
-    """With empty queues computing in place is faster by the transfer, but not worth it where 20 sequences decode."""
-    rule, policy = DisaggregationPolicy(stall=0.1), CostPolicy()
-    quiet = rule.choose(query(1600), [candidate("p")], [candidate("d")], policy)
-    crowded = rule.choose(query(1600), [candidate("p")], [candidate("d", running=20)], policy)
-    assert (quiet.prefill, crowded.prefill) == (None, "p")
-
-
-def test_only_missing_blocks_are_transferred() -> None:
-    """A decode replica that holds 50 of 100 blocks receives the KV of 800 tokens."""
-    decision = DisaggregationPolicy().choose(
-        query(1600), [candidate("p", 60)], [candidate("d", 50, queued_tokens=9000)], CostPolicy()
-    )
-    assert decision.estimate is not None
-    assert decision.estimate.transfer == pytest.approx(800 * 1e-4 + 0.01)
-    assert decision.estimate.compute == pytest.approx(640 * 1e-3)
-
-
-def test_an_empty_prefill_or_decode_pool() -> None:
-    """Without a prefill replica, the decode replica serves alone, and the other way round. Without both the reasons
-    are given."""
-    rule, policy = DisaggregationPolicy(), CostPolicy()
-    down = candidate("p", excluded="unhealthy")
-    assert rule.choose(query(1600), [down], [candidate("d")], policy).replica == "d"
-    assert rule.choose(query(1600), [candidate("p")], [candidate("d", excluded="draining")], policy).replica == "p"
-    none = rule.choose(query(1600), [down], [candidate("d", excluded="draining")], policy)
-    assert none.in_words() == "no replica takes requests: d: draining; p: unhealthy"
 
 
 def test_work_that_slows_decoding_has_a_price() -> None:

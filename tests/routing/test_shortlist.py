@@ -129,17 +129,6 @@ def test_replicas_that_take_no_requests_are_not_chosen() -> None:
     assert fleet.place(prompt, 22.0).replica in names[30:]
 
 
-def test_both_roles_are_considered() -> None:
-    """In a large fleet with prefill and decode replicas, a long prompt is computed on one and decoded on the other."""
-    fleet = Fleet()
-    for number in range(60):
-        fleet.add(f"p{number}", role="prefill", costs=ReplicaCosts(prefill=1e-4))
-        fleet.add(f"d{number}", role="decode", costs=ReplicaCosts(prefill=1e-3))
-    decision = fleet.place(query(text("long", 4000)), 0.0)
-    assert decision.prefill is not None and decision.prefill.startswith("p")
-    assert decision.replica is not None and decision.replica.startswith("d")
-
-
 def test_sent_prefixes_find_most_of_a_prefix_and_stay_bounded() -> None:
     """At least five sixths of the blocks that a prompt shares with an earlier one are found; old prompts are forgotten."""
     sent, rng = SentPrefixes(), random.Random(5)

@@ -31,6 +31,7 @@ from foreword.engine.structured.sequence_constraint import Constraint
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.errors import BadRequest, QueueFull
 from foreword.futures import complete
+from foreword.store.background import background_thread
 from foreword.tokens.structured_output import (
     MAX_CHOICES,
     MAX_FORMAT_CHARACTERS,
@@ -389,6 +390,6 @@ def _start(work: Callable[[], None]) -> None:
     """Run on a new thread with a large stack. Threads that start at the same time get one too, which is harmless."""
     before = threading.stack_size(_STACK_BYTES)
     try:
-        threading.Thread(target=work, name="foreword-grammar", daemon=True).start()
+        background_thread(work, "grammar", bound=False)
     finally:
         threading.stack_size(before)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from foreword.integrations.vllm.step_messages import BlockSave
-from foreword.store.background import use_background_cores
+from foreword.store.background import background_thread
 
 _ROOM_SECONDS = 0.05
 
@@ -59,8 +59,7 @@ class LateSaves:
                 if rest is not None:
                     self._waiting.setdefault(save.request_id, deque()).append(rest)
             if self._waiting and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="foreword-late-saves", daemon=True)
-                self._thread.start()
+                self._thread = background_thread(self._run, "late-saves")
             self._changed.notify_all()
 
     def drop(self, request_ids: Iterable[str]) -> None:
@@ -88,7 +87,6 @@ class LateSaves:
         return replace(save, keys=save.keys[keys:], parent=parent, depth=save.depth + keys, blocks=save.blocks[done:])
 
     def _run(self) -> None:
-        use_background_cores()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)

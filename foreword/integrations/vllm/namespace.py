@@ -261,20 +261,6 @@ def layout_words(layouts: Iterable[Layout]) -> dict[str, str]:
 NAMESPACES: Final = RecordKind("namespaces", NamespaceRecord, most=256)
 
 
-class EncoderRecord(msgspec.Struct, frozen=True):
-    """Which namespace's encoder outputs are used by servers with the namespace after which the record is named. `model`:
-    hexadecimal."""
-
-    model: str
-
-    def __post_init__(self) -> None:
-        if len(bytes.fromhex(self.model)) != sha256().digest_size:
-            raise ValueError("model")
-
-
-ENCODERS: Final = RecordKind("encoders", EncoderRecord)
-
-
 def base_digest(vllm_config: Any, fingerprint: str | None) -> bytes:
     """32 bytes: the weights, by content. `fingerprint` (hexadecimal) replaces their digest. Raises ModelUnsupported."""
     weights = bytes.fromhex(fingerprint) if fingerprint else checkpoint(vllm_config).weights

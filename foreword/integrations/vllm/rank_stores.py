@@ -1,19 +1,17 @@
-"""Stores in other processes, one per rank: other instances (`peer://`), and the memory of the scheduler's own workers. Lookups
-in them from vLLM's scheduler, if it is in another process than its workers.
+"""Lookups from vLLM's scheduler, if it is in another process than its workers: in the stores, and with the extras in other
+instances (`peer://`) and in the workers' memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.transfer_extra import opened_by, transfer_extra
+from foreword.integrations.vllm.transfer_extra import WorkersMemory, opened_by, transfer_extra
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
-from foreword.store.base import Name, Store
-from foreword.store.local_records import ReadOnlyStore
+from foreword.store.base import Store
 from foreword.store.store_keys import StoreKeys
 from foreword.store.tier_counters import Rate
 from foreword.store.tiered import TieredStore
@@ -29,7 +27,7 @@ class StoreLookup:
 
     def __init__(self, info: KVCacheInfo, settings: ConnectorSettings) -> None:
         self._units = [info.units(rank) for rank in range(info.ranks)]
-        self._memory: RankStores | None = None
+        self._memory: WorkersMemory | None = None
         layouts = [info.layouts(rank) for rank in range(info.ranks)]
         openers = {
             Reach.PROCESS: self._open_memory,
@@ -52,22 +50,14 @@ class StoreLookup:
 
     def _open_memory(self, place: StoreUrl, _: Layout | None) -> Store:
         """The first memory tier stands for all: a worker answers for all of its memory."""
-        store = RankStores(place.label, local=True)
+        store = transfer_extra().workers_stores(place.label)
         self._memory = self._memory or store
         return store
 
     def set_workers(self, addresses: Mapping[int, str]) -> None:
         """Where the workers listen, by rank; "" for one that does not."""
         if self._memory is not None:
-            label = self._memory.label
-            workers = {rank: transfer_extra().worker_memory(where, label) for rank, where in addresses.items() if where}
-            layouts = (
-                (store, layout)
-                for rank, store in workers.items()
-                for one in self._units[rank]
-                for layout in one.layouts
-            )
-            self._memory.set_ranks({layout.fingerprint: store for store, layout in layouts})
+            self._memory.set_workers(addresses, self._units)
             self.store.warm_up(self._layouts)
 
     def note_rates(self, rates: Mapping[int, Sequence[float]]) -> None:
@@ -85,38 +75,6 @@ class StoreLookup:
     def close(self) -> None:
         self.lookups.close()
         self.store.close()
-
-
-class RankStores(ReadOnlyStore):
-    """A store per rank, for lookups. The layout fingerprint in a block's name says which rank it belongs to.
-
-    The names of one call have the same fingerprint.
-    """
-
-    def __init__(self, label: str, *, local: bool = False) -> None:
-        super().__init__(label)
-        self.local = local
-        self._ranks: dict[bytes, Store] = {}
-
-    def set_ranks(self, ranks: Mapping[bytes, Store]) -> None:
-        """The store of each rank, by the fingerprints of its layouts. Before this call every lookup misses."""
-        self._ranks = dict(ranks)
-
-    def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
-        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
-        return [False] * len(names) if store is None else store.known(names)
-
-    def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
-        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
-        return 0 if store is None else store.lookup(names, deadline=deadline)
-
-    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
-        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
-        return [False] * len(names) if store is None else store.present(names, deadline=deadline)
-
-    def close(self) -> None:
-        for store in set(self._ranks.values()):
-            store.close()
 
 
 def open_tiers(

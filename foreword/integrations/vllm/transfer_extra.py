@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from foreword.blocks.keys import TokenChain
-from foreword.blocks.layout import Layout
+from foreword.blocks.layout import BlockUnits, Layout
 from foreword.integrations.vllm.extra_parts import part
 from foreword.integrations.vllm.step_messages import (
     BlockLease,
@@ -152,6 +152,14 @@ class Endpoint(Protocol):
         """Listen no longer."""
 
 
+class WorkersMemory(Store, Protocol):
+    """The memory of a scheduler's own workers: a store for lookups."""
+
+    def set_workers(self, addresses: Mapping[int, str], units: Sequence[Sequence[BlockUnits]]) -> None:
+        """Where the workers listen, by rank ("" for one that does not), and how each rank's blocks divide. Before this call
+        every lookup misses."""
+
+
 class InstanceEndpoint(Endpoint, Protocol):
     """A worker's connections with other instances. `leases` is None if it does not listen."""
 
@@ -206,8 +214,8 @@ class TransferExtra(ABC):
         """A socket on which the scheduler asks what is in a worker's memory."""
 
     @abstractmethod
-    def worker_memory(self, address: str, label: str) -> Store:
-        """A worker's memory tiers, for the scheduler on the same host."""
+    def workers_stores(self, label: str) -> WorkersMemory:
+        """The memory tiers of all workers, for the scheduler on the same host."""
 
     @abstractmethod
     def peers_of_rank(self, settings: ConnectorSettings, layouts: Sequence[Layout], longest: int) -> Opener:

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -40,8 +40,6 @@ from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import (
-    ENCODERS,
-    EncoderRecord,
     base_digest,
     log,
     settings_digest,
@@ -51,6 +49,8 @@ from foreword.integrations.vllm.namespace import (
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.weight_changes import changes_weights
 from foreword.integrations.vllm.weights import follow_engine
+from foreword.integrations.vllm_extras.encoder_records import ENCODERS, EncoderRecord
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords
@@ -237,7 +237,7 @@ class EncoderReader:
         self._reads: dict[str, _Read] = {}
         self._in_vllm: set[str] = set()
         self._next = ForewordECMetadata()
-        self._pool = ThreadPoolExecutor(4, "foreword-encoder")
+        self._pool = BackgroundJobs("encoder", most=None, threads=4)
         lora = getattr(vllm_config, "lora_config", None)
         self._tower_adapters = bool(getattr(lora, "enable_tower_connector_lora", False))
         self._reach = int(vllm_config.scheduler_config.max_num_batched_tokens)
@@ -337,7 +337,7 @@ class EncoderReader:
             self._reads.clear()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.stop()
         self._store.close()
 
 
@@ -349,7 +349,7 @@ class EncoderWriter:
         self._flush_seconds = settings.store.flush_seconds
         self._budget = settings.store.staging_bytes("cpu")
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(1, "foreword-encoder-save")
+        self._pool = BackgroundJobs("encoder-save", most=None)
         self._queue: list[Future[None]] = []
         self._differ: set[bytes] = set()  # namespaces with other outputs
 
@@ -396,7 +396,7 @@ class EncoderWriter:
     def close(self) -> None:
         """Write what is queued, within `flush_seconds`."""
         wait(self._queue, self._flush_seconds)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.stop()
         self._store.close()
 
 

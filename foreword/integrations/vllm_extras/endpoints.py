@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from foreword.integrations.vllm_extras.producers import KVProducers, LeaseReader
 from foreword.offload.device import Event
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
-from foreword.store.background import use_background_cores
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, seal
 from foreword.store.memory.memory_store import MemoryStore
@@ -111,7 +110,7 @@ class KVLeases(FrameServer):
         self._copy_slots, self._copy_batch = StagingSlots(own), len(own)
         self._batch = max(min(self._batch, staging.slots - len(own)), 1)
         self._copies_hang = False  # the last wait for room was in vain: the next copies do not wait again
-        self._copier = ThreadPoolExecutor(1, "foreword-lease-copies", use_background_cores)
+        self._copier = BackgroundJobs("lease-copies", most=None)
         self._pending: Counter[Name] = Counter()  # blocks whose copies are queued, and not in their store yet
         self._fingerprints = [layout.fingerprint for layout in layouts]
         self._seconds = seconds
@@ -211,7 +210,7 @@ class KVLeases(FrameServer):
 
     def close(self) -> None:
         """End the copies."""
-        self._copier.shutdown()
+        self._copier.close(threading.TIMEOUT_MAX)
 
     def finished(self, request_ids: Iterable[str]) -> None:
         """Requests that vLLM has finished. It keeps their blocks until `take_ended` names them."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from foreword.blocks.layout import Layout
+from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.layout import BlockUnits, Layout
 from foreword.errors import ConfigError
-from foreword.integrations.vllm.rank_stores import RankStores
 from foreword.store.base import Name, Store
+from foreword.store.read_only import ReadOnlyStore
 from foreword.store.types import Opener, StoreUrl
 from foreword.transfer.name_table import NamesElsewhere
 from foreword.transfer.peer import PeerStore, opener
@@ -53,9 +54,48 @@ def name_tables(folder: str) -> list[str]:
         return []
 
 
-def worker_memory(address: str, label: str) -> Store:
-    """A worker's memory tiers, for the scheduler on the same host."""
-    return WorkerMemory(address, label)
+class RankStores(ReadOnlyStore):
+    """A store per rank, for lookups. The layout fingerprint in a block's name says which rank it belongs to.
+
+    The names of one call have the same fingerprint.
+    """
+
+    def __init__(self, label: str, *, local: bool = False) -> None:
+        super().__init__(label)
+        self.local = local
+        self._ranks: dict[bytes, Store] = {}
+
+    def set_ranks(self, ranks: Mapping[bytes, Store]) -> None:
+        """The store of each rank, by the fingerprints of its layouts. Before this call every lookup misses."""
+        self._ranks = dict(ranks)
+
+    def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
+        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
+        return [False] * len(names) if store is None else store.known(names)
+
+    def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
+        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
+        return 0 if store is None else store.lookup(names, deadline=deadline)
+
+    def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
+        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
+        return [False] * len(names) if store is None else store.present(names, deadline=deadline)
+
+    def close(self) -> None:
+        for store in set(self._ranks.values()):
+            store.close()
+
+
+class WorkersStores(RankStores):
+    """The memory tiers of a scheduler's own workers. Implements `WorkersMemory` of the connector."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__(label, local=True)
+
+    def set_workers(self, addresses: Mapping[int, str], units: Sequence[Sequence[BlockUnits]]) -> None:
+        workers = {rank: WorkerMemory(where, self.label) for rank, where in addresses.items() if where}
+        found = ((store, layout) for rank, store in workers.items() for one in units[rank] for layout in one.layouts)
+        self.set_ranks({layout.fingerprint: store for store, layout in found})
 
 
 def rank_peer_opener(config: TransferConfig, rank: int, ranks: int) -> Opener:

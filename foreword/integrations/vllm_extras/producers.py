@@ -5,19 +5,17 @@ While a request loads from its producer a transfer is open. The lease at the pro
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from foreword.errors import ConfigError, TransferError, TransferTimeout
 from foreword.integrations.vllm.step_messages import KVProducer
 from foreword.newest import Newest
-from foreword.store.background import use_background_cores
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name
-from foreword.store.local_records import ReadOnlyStore
+from foreword.store.read_only import ReadOnlyStore
 from foreword.store.tier import StoreTier
 from foreword.transfer.connection import Connection
 from foreword.transfer.transfer_endpoint import TransferEndpoint
@@ -68,7 +66,7 @@ class KVProducers(ReadOnlyStore):
         self._lock = threading.Lock()
         self._readers: dict[Name, list[LeaseReader]] = {}
         self._tiers: Newest[str, StoreTier] = Newest(_MAX_PRODUCERS)
-        self._pool = ThreadPoolExecutor(_OPENERS, "foreword-producers", use_background_cores)
+        self._pool = BackgroundJobs("producers", most=None, threads=_OPENERS)
 
     def open(self, producer: KVProducer, names: Sequence[Name], then: Callable[[], None]) -> LeaseReader:
         """Open a lease. `then` is called on another thread once its blocks can be read, or cannot."""
@@ -169,5 +167,4 @@ class KVProducers(ReadOnlyStore):
 
     def close(self) -> None:
         """No lease is opened any more."""
-        with contextlib.suppress(RuntimeError):
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.stop()

@@ -15,7 +15,7 @@ from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCac
 from foreword.integrations.vllm.transfer_extra import Endpoint, Handoffs, InstanceEndpoint, TransferExtra
 from foreword.integrations.vllm_extras.endpoints import InstanceConnections, LookupEndpoint, rank_config
 from foreword.integrations.vllm_extras.handoff import HandoffScheduler
-from foreword.integrations.vllm_extras.peer_ranks import lookup_peer_opener, rank_peer_opener, worker_memory
+from foreword.integrations.vllm_extras.peer_ranks import WorkersStores, lookup_peer_opener, rank_peer_opener
 from foreword.store.base import Store
 from foreword.store.types import Opener
 from foreword.store_config import EncryptionConfig
@@ -76,8 +76,8 @@ class VllmTransfer(TransferExtra):
     def workers_memory(self, layouts: Sequence[Layout], memory: Sequence[Store], engine: str, rank: int) -> Endpoint:
         return LookupEndpoint(layouts, memory, engine, rank)
 
-    def worker_memory(self, address: str, label: str) -> Store:
-        return worker_memory(address, label)
+    def workers_stores(self, label: str) -> WorkersStores:
+        return WorkersStores(label)
 
     def peers_of_rank(self, settings: ConnectorSettings, layouts: Sequence[Layout], longest: int) -> Opener:
         rank, ranks = layouts[0].shard

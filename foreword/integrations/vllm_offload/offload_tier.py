@@ -11,11 +11,10 @@ vLLM gives a tier neither its configuration nor its requests. Both come from met
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -42,7 +41,7 @@ from foreword.integrations.vllm_offload.block_names import BlockGroup, RequestBl
 from foreword.integrations.vllm_offload.offload_identity import block_groups, namespace, read_settings
 from foreword.integrations.vllm_offload.row_jobs import RowJobs, Rows
 from foreword.offload.policy import search_seconds
-from foreword.store.background import use_background_cores
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords
 from foreword.store.tiered import TieredStore, TierSearch
@@ -100,8 +99,7 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         self._identities: RequestIdentities | None = None
         self._requests: dict[str, RequestBlocks] = {}
         self._loading: dict[int, tuple[str, Sequence[bytes]]] = {}
-        self._lookups = ThreadPoolExecutor(_LOOKUPS, "foreword-lookup", use_background_cores)
-        self._may_look_up = threading.BoundedSemaphore(_MOST_LOOKUPS)
+        self._lookups = BackgroundJobs("lookup", most=_MOST_LOOKUPS, threads=_LOOKUPS)
         self._version = WeightsVersion(self._settings.weights_version)
         self._used = False  # vLLM may have KV that was computed since its last reset
         self._core: Any = None
@@ -266,12 +264,13 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         deadline = time.monotonic() + local + remote
         search = TierSearch(deadline, local, remote)
         places = self._store.find(names, search=search, inline=True)
-        later = search.undecided and self._may_look_up.acquire(blocking=False)
-        for one, place in zip(asked, places, strict=True):
-            known.found[one] = True if place >= 0 else None if later else False
-        if later:
-            missing = [(one, name) for one, name, place in zip(asked, names, places, strict=True) if place < 0]
-            self._lookups.submit(self._search, known.found, missing, deadline, local, remote)
+        missing = [(one, name) for one, name, place in zip(asked, names, places, strict=True) if place < 0]
+        known.found.update((one, None if place < 0 else True) for one, place in zip(asked, places, strict=True))
+        later = search.undecided and self._lookups.add(
+            partial(self._search, known.found, missing, deadline, local, remote)
+        )
+        if not later:
+            known.found.update((one, False) for one, _ in missing)
         return later or any(place >= 0 for place in places)
 
     def _search(
@@ -288,7 +287,6 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
             assert self._store is not None
             places = self._store.find([name for _, name in missing], search=TierSearch(deadline, local, remote))
         finally:
-            self._may_look_up.release()
             found.update({key: place >= 0 for (key, _), place in zip(missing, places, strict=True)})
 
     def _refuse(self, job: Any) -> None:
@@ -351,7 +349,7 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Write what waits, for at most `flush_seconds`, and close the stores. No thread uses vLLM's memory afterwards."""
-        self._lookups.shutdown(wait=False, cancel_futures=True)
+        self._lookups.stop()
         jobs, self._jobs = self._jobs, None
         if jobs is not None and not jobs.close(self._settings.store.flush_seconds):
             logger.warning("Foreword: not all blocks of vLLM's offloading were written before the end")

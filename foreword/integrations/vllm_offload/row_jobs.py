@@ -13,12 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from foreword.offload.writer import WRITE_TIMEOUT
-from foreword.store.background import lower_priority, use_background_cores
+from foreword.store.background import background_thread
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, seal
 from foreword.store.tier import used_once
@@ -82,13 +83,9 @@ class RowJobs:
         self._closing = False
         self._ended: list[EndedJob] = []
         self.dropped = 0
-        works = [("save", self._saves, self._save), *[("load", self._loads, self._load)] * _LOADERS]
-        self._threads = [
-            threading.Thread(target=self._run, args=(queue, work), name=f"foreword-{name}", daemon=True)
-            for name, queue, work in works
-        ]
-        for thread in self._threads:
-            thread.start()
+        loads = [background_thread(partial(self._run, self._loads, self._load), "load") for _ in range(_LOADERS)]
+        save = background_thread(partial(self._run, self._saves, self._save), "save", nice=_NICE)
+        self._threads = [save, *loads]
 
     @property
     def queued_bytes(self) -> int:
@@ -163,9 +160,6 @@ class RowJobs:
     # Threads
 
     def _run(self, queue: deque[_Job], work: Callable[[_Job], None]) -> None:
-        use_background_cores()
-        if queue is self._saves:
-            lower_priority(_NICE)
         while (job := self._take(queue)) is not None:
             try:
                 work(job)

@@ -85,7 +85,9 @@ class Known(Struct, frozen=True, array_like=True):
 
 def run(config: Config, serve: Callable[[WorkerParts], int]) -> int:
     """Run the workers until a signal; returns the exit status."""
-    if not config.server.tenant_secret:  # each would have salts of its own, and tenants would share nothing between them
+    if (
+        not config.server.tenant_secret
+    ):  # each would have salts of its own, and tenants would share nothing between them
         config = dataclasses.replace(
             config, server=dataclasses.replace(config.server, tenant_secret=secrets.token_hex(32))
         )

@@ -570,9 +570,10 @@ def _unpacked(ids: bytes) -> tuple[int, ...]:
 
 def read_pins(file: str, seconds: float) -> list[int]:
     """Ids of the pinned blocks of a sound index of an earlier format, none if it cannot be read."""
+    address = f"file:{quote(file)}?mode=rw"
     with (
         contextlib.suppress(sqlite3.Error),
-        contextlib.closing(sqlite3.connect(f"file:{quote(file)}?mode=rw", seconds, 0, None, uri=True)) as connection,
+        contextlib.closing(sqlite3.connect(address, timeout=seconds, isolation_level=None, uri=True)) as connection,
     ):
         if connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",):
             found = connection.execute("SELECT name FROM blocks WHERE pinned = 1").fetchall()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from foreword.errors import StoreError
+from foreword.store.background import background_thread
 from foreword.store.base import time_left
 from foreword.store.disk.files import (
     BlockFile,
@@ -351,8 +352,7 @@ class IndexOpener:
             self._began = time.monotonic()
             self._steps = 0
             self._long = False
-            self._thread = threading.Thread(target=self._run, name="foreword-index", daemon=True)
-            self._thread.start()
+            self._thread = background_thread(self._run, "index", bound=False)
 
     def _run(self) -> None:
         while not self._stopped.is_set():

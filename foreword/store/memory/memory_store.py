@@ -343,7 +343,7 @@ class MemoryStore(LocalRecords):
         self._refused = 0
         self._emptied = 0
         self._lost: deque[tuple[SlotTable, Sequence[int]]] = deque()
-        self._populator = PagePopulator(self._arena, self._arena.address, size, f"foreword-{label}-pages")
+        self._populator = PagePopulator(self._arena, self._arena.address, size, f"{label}-pages")
         weakref.finalize(self, self._populator.stop)
 
     @property

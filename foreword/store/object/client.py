@@ -22,6 +22,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import LocalStore, from_url
 
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
+from foreword.store.background import background_thread
 from foreword.store.base import copy_error, time_left
 from foreword.store.redact import redacted, split_url
 
@@ -53,8 +54,7 @@ class ClientLoop:
         self._label = label
         self._parallel = parallel
         self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, name=f"foreword-{label}", daemon=True)
-        thread.start()
+        thread = background_thread(self._loop.run_forever, label)
         self.close = weakref.finalize(self, _stop, self._loop, thread)
 
     def check_open(self) -> None:

@@ -7,12 +7,11 @@ thread asks it and reloads the map of slots until it replies again or another no
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -21,6 +20,8 @@ from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
+from foreword.store.background import background_thread
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import time_left
 from foreword.store.redact import ESCAPES, redacted, split_url
 from foreword.store.redis.nodes import INFO, PLACES, RedisNode
@@ -57,7 +58,7 @@ class ClusterNodes:
         self._lock = threading.Lock()
         self._pool = _NodePool()
         self._down: set[Address] = set()  # failed nodes, which calls skip
-        self._watching = 0  # the process that has the watching thread
+        self._watching: threading.Thread | None = None
         self._closed = threading.Event()
 
     def run(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
@@ -196,9 +197,8 @@ class ClusterNodes:
         """Skip a node until it replies."""
         with self._lock:
             self._down.add(address)
-            if self._watching != os.getpid():
-                self._watching = os.getpid()
-                threading.Thread(target=self._watch_failed, name="foreword-redis-watch", daemon=True).start()
+            if self._watching is None or not self._watching.is_alive():  # or it is the parent's, before a fork
+                self._watching = background_thread(self._watch_failed, "redis-watch")
 
     def _watch_failed(self) -> None:
         """Ask failed nodes and reload the map of slots until no failed node is left."""
@@ -208,7 +208,7 @@ class ClusterNodes:
                 self._probe(address)
             with self._lock:
                 if not self._down:
-                    self._watching = 0
+                    self._watching = None
                     return
             with contextlib.suppress(StoreError):
                 self._load_slots(time.monotonic() + _PROBE_TIMEOUT)
@@ -230,27 +230,20 @@ class _NodePool:
     """Threads that ask several nodes at once."""
 
     def __init__(self) -> None:
-        self._process = 0
-        self._executor: ThreadPoolExecutor | None = None
+        self._jobs = BackgroundJobs("redis", most=None, threads=_THREADS)
 
     def run(self, calls: Sequence[tuple[RedisNode, Sequence[Command]]], deadline: float) -> list[list[Reply]]:
         """The replies of each node."""
         if len(calls) < 2:
             return [node.run(commands, deadline) for node, commands in calls]
         try:
-            running = [self._threads().submit(node.run, commands, deadline) for node, commands in calls]
+            running = [self._jobs.submit(node.run, commands, deadline) for node, commands in calls]
         except RuntimeError:  # the pool was shut down
             return [[StoreUnavailable("the store is closed")] * len(commands) for _, commands in calls]
         return [_reply_of(future, commands, deadline) for future, (_, commands) in zip(running, calls, strict=True)]
 
     def close(self) -> None:
-        if self._executor is not None and self._process == os.getpid():
-            self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _threads(self) -> ThreadPoolExecutor:
-        if self._executor is None or self._process != os.getpid():  # threads do not cross a fork
-            self._executor, self._process = ThreadPoolExecutor(_THREADS, "foreword-redis"), os.getpid()
-        return self._executor
+        self._jobs.stop()
 
 
 def _reply_of(future: Future[list[Reply]], commands: Sequence[Command], deadline: float) -> list[Reply]:

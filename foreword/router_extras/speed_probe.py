@@ -19,6 +19,7 @@ import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerReader
 from foreword.errors import BadRequest, ReplicaFailed
+from foreword.router.extras import SpeedProbes
 from foreword.router.logprobs_probe import TEXT
 from foreword.router.replica_pool import machine_of
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, ReplicaProbe, Upstream, clock
@@ -89,8 +90,8 @@ async def _one(probe: ReplicaProbe, url: str, info: ReplicaInfo, limit: float) -
     return Measurement(tokens, seconds)
 
 
-class SpeedProbes:
-    """Measures the replicas of a router. Runs on its event loop.
+class ReplicaSpeedProbes(SpeedProbes):
+    """Measures the replicas of a router.
 
     Args:
         seconds: that a prompt may take; 0 turns it off.
@@ -100,11 +101,10 @@ class SpeedProbes:
         self._seconds = seconds
 
     def measures(self, info: ReplicaInfo) -> bool:
-        """Whether such a replica is measured: not what may be another company's server, which charges for it."""
+        # Not what may be another company's server, which charges for it.
         return self._seconds > 0 and info.kind in ("foreword", "vllm")
 
     async def measure_before(self, probe: ReplicaProbe, upstream: Upstream, info: ReplicaInfo) -> bool:
-        """Measure a replica that is about to join, while others serve requests. Whether to measure it later: it was busy."""
         upstream.problem = "the time of a prompt is measured"
         try:
             upstream.measured = await self._result(probe, upstream, info)
@@ -113,10 +113,6 @@ class SpeedProbes:
         return upstream.measured is None
 
     async def measure_idle(self, probe: ReplicaProbe, upstream: Upstream, joined: Callable[[], Fleet | None]) -> None:
-        """Measure a replica that takes requests already, as soon as it has none. A request that is sent there cancels that.
-
-        `joined`: the replica's fleet; None once it has left or joined again.
-        """
         for _ in range(_TRIES):
             info, fleet = upstream.info, joined()
             if info is None or fleet is None or upstream.measured is not None:

@@ -1,0 +1,37 @@
+"""Which blocks are public, read from the records that instances share."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Final
+
+from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks
+from foreword.errors import StoreError
+from foreword.prefixes.kept_records import PREFIXES, READ_SECONDS
+from foreword.store.background_jobs import BackgroundJobs
+from foreword.store.shared_records import SharedRecords
+from foreword.store.tiered import TieredStore
+
+_SCAN_SECONDS: Final = 2.0
+
+
+class PublicRecords:
+    """Which blocks are public, for a process that reads that from the records of its stores every two seconds.
+
+    Attributes:
+        blocks: what is known so far.
+    """
+
+    def __init__(self, store: TieredStore, model: str) -> None:
+        self.blocks = PublicBlocks()
+        self._records = SharedRecords(store, PREFIXES, READ_SECONDS)
+        self._prefix = PREFIXES.key(model[:32], PUBLIC_ROOT.hex(), "")
+        self._jobs = BackgroundJobs("public", most=1, tick=self._scan, every=_SCAN_SECONDS)
+        self._jobs.add(self._scan)
+
+    def _scan(self) -> None:
+        with contextlib.suppress(StoreError):  # then it is as it was
+            self.blocks.set(record.chain for record in self._records.scan(self._prefix).values.values())
+
+    def close(self) -> None:
+        self._jobs.close(READ_SECONDS)
