@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from foreword.config import at_least, between, check_section, checked, one_of, parse_bytes, positive
+from foreword.config import at_least, between, check_section, checked, one_of, parse_bytes
 from foreword.errors import ConfigError
 
 KV_MEMORY_FORMS = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
@@ -59,7 +59,7 @@ class EngineConfig:
         dtype: `auto` (the checkpoint's), `float32`, `bfloat16` or `float16`.
         device: `auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`.
         kv_memory: memory for KV blocks: `auto`, a size (`4GiB`) or a number of tokens (`65536 tokens`).
-        block_size: tokens per block.
+        block_size: tokens in a block of KV.
         max_model_len: longest prompt plus output in tokens; by default the model's.
         max_batch_tokens: maximum number of tokens computed in a step; longer prompts are prefilled in chunks.
         max_num_seqs: maximum number of sequences in a step.
@@ -152,15 +152,11 @@ class PrefixConfig:
         budget: KV memory that may be kept: a size (`1GiB`) or a share of the pool (`25%`).
         retain_budget: what cache control may keep of it, where named prefixes leave as much: a size or a share of the pool.
         retain_tenant_share: share of retain_budget that one tenant may keep.
-        retain_entries: maximum number of prefixes that a tenant keeps with cache control.
-        retain_seconds: longest time to live of a kept prefix, counted from its last use.
     """
 
     budget: str = "50%"
     retain_budget: str = "25%"
     retain_tenant_share: float = between(0.0, 1.0, 1.0)
-    retain_entries: int = between(1, 1024, 128)
-    retain_seconds: float = positive(86_400.0)
 
     def __post_init__(self) -> None:
         check_section("prefixes", self)

@@ -91,8 +91,7 @@ class ServerConfig:
             `profiles` for those of known agents (claude-code, codex, opencode, qwen-code, continue), or a regular expression
             as `/^Date: /`; with `client=NAME` or `model=NAME` behind it for one client or model. By default none.
         response_memory: memory for responses that clients may continue (`/v1/responses` with `store`); one tenant uses at most
-            a quarter of it.
-        response_ttl: seconds that a stored response is kept after its last use.
+            a quarter of it. A response is kept for a day after its last use.
     """
 
     host: str = "127.0.0.1"
@@ -132,7 +131,6 @@ class ServerConfig:
     template_order: tuple[str, ...] = ()
     volatile_lines: tuple[str, ...] = ()
     response_memory: str = "64MiB"
-    response_ttl: float = positive(86_400.0)
 
     def __post_init__(self) -> None:
         check_section("server", self)
@@ -187,6 +185,8 @@ class RouterConfig:
             Service, watched through its EndpointSlices.
         kubernetes_api: URL of the Kubernetes API server; by default that of the cluster in which the router runs.
         kubernetes_credentials: folder with the files `token` and `ca.crt` for the Kubernetes API; read again when they change.
+        pod_deletion_cost: write into the pods of `replica_services` how many blocks they hold, so that Kubernetes removes the
+            pod with the fewest first (`controller.kubernetes.io/pod-deletion-cost`). The router must be allowed to patch pods.
         replica_key: API key for calls to replicas; by default the caller's key.
         policy: routing policy: cost (lowest expected time to first token), random, round-robin, least-loaded, least-tokens,
             consistent-hashing, longest-prefix, two-choices, or a policy of an installed package.
@@ -209,7 +209,6 @@ class RouterConfig:
         health_timeout: seconds that a health check may take.
         failures: consecutive failures that open a replica's circuit breaker.
         decisions: number of placement decisions kept for /v1/router/decisions.
-        session_ttl: seconds that an idle session keeps its replica.
         warm_seconds: seconds that a replica that joins may take to load the prefixes that are used most from its stores, before
             it gets requests; 0: none.
         measure_seconds: seconds that a prompt of 2,000 tokens may take with which a replica that joins is measured while it is
@@ -224,8 +223,6 @@ class RouterConfig:
             text, is compared.
         picker: `HOST:PORT` on which a gateway, such as Envoy, asks where to send requests that it forwards itself (external
             processing over gRPC); by default none may.
-        picker_timeout: seconds that a gateway's request may wait until a replica is chosen.
-        picker_streams: maximum number of open gRPC streams of gateways; a request has one or two.
         picker_open: let the gateway choose where no replica takes a request, instead of refusing the request. Without effect
             where API keys are configured.
         picker_tls_certificate_file: file with a TLS certificate for the picker; by default it speaks plain text.
@@ -242,6 +239,7 @@ class RouterConfig:
     replica_services: tuple[str, ...] = ()
     kubernetes_api: str | None = None
     kubernetes_credentials: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+    pod_deletion_cost: bool = False
     replica_key: str | None = field(default=None, repr=False)
     policy: str = "cost"
     tokenizer: str | None = None
@@ -260,7 +258,6 @@ class RouterConfig:
     health_timeout: float = positive(2.0)
     failures: int = at_least(1, 3)
     decisions: int = at_least(1, 1000)
-    session_ttl: float = positive(3600.0)
     warm_seconds: float = between(0.0, 600.0, 10.0)
     measure_seconds: float = between(0.0, 600.0, 10.0)
     cost_file: str | None = None
@@ -269,8 +266,6 @@ class RouterConfig:
     tokenize_timeout: float = positive(1.0)
     tokenize_patience: float = not_negative(0.05)
     picker: str | None = None
-    picker_timeout: float = positive(10.0)
-    picker_streams: int = at_least(1, 8192)
     picker_open: bool = False
     picker_tls_certificate_file: str | None = None
     picker_tls_key_file: str | None = None
@@ -282,6 +277,8 @@ class RouterConfig:
         check_section("router", self)
         if self.picker is None and (self.picker_open or self.picker_tls_certificate_file or self.picker_tls_key_file):
             raise ConfigError("router.picker_open and the picker's certificate need router.picker (--picker)")
+        if self.pod_deletion_cost and not self.replica_services:
+            raise ConfigError("router.pod_deletion_cost needs router.replica_services (--replica-service)")
 
 
 def check_source(source: str, what: str) -> bool:

@@ -52,7 +52,7 @@ class TransferConfig:
         answer_timeout: seconds for a peer to accept or refuse a transfer.
         progress_timeout: seconds without progress after which a transfer or a stalled link ends.
         lease_seconds: seconds that blocks are kept for a peer that gives no sign of life.
-        beat_seconds: interval of heartbeats on idle connections; a connection ends after five missed ones.
+        beat_seconds: seconds between heartbeats on idle connections; a connection ends after five missed ones.
         max_transfers: maximum number of transfers at a time; further ones are refused.
         max_connections: maximum number of connections at a time; further ones are refused.
         min_tokens: prompts with fewer tokens to compute are prefilled locally, even if a router asks for remote prefill.

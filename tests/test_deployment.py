@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import configparser
 import copy
+import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -79,7 +81,17 @@ def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(DEPLOY / "chart")) as chart:
         files = chart.render(values, name="demo", namespace="prod")
-    return [found for text in files.values() for found in yaml.safe_load_all(text) if found]
+    manifests = [text for name, text in files.items() if not name.endswith("NOTES.txt")]
+    return [found for text in manifests for found in yaml.safe_load_all(text) if found]
+
+
+def notes(values: dict[str, Any]) -> str:
+    """What Helm says after an installation."""
+    helm = pytest.importorskip("helm_python")
+    with helm.Chart.load(str(DEPLOY / "chart")) as chart:
+        files = chart.render(values, name="demo", namespace="prod")
+    [text] = [text for name, text in files.items() if name.endswith("NOTES.txt")]
+    return str(text)
 
 
 def workloads(objects: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -123,6 +135,11 @@ def server_of(**more: Any) -> dict[str, Any]:
     return {"servers": {"llama": {"kind": "vllm", "image": "x", **more}}}
 
 
+def routers(**more: Any) -> dict[str, Any]:
+    """Values with a router in front of servers that exist."""
+    return {"router": {**PLAIN["router"], **more}}
+
+
 CANNOT_RUN = [
     ({"servers": {"Llama_3": {"kind": "vllm", "image": "x"}}}, "Llama_3"),
     (server_of(stores=["dsk:///cache"]), "stores"),
@@ -141,6 +158,11 @@ CANNOT_RUN = [
     ),
     ({**PLAIN, "router": {**PLAIN["router"], "service": {"port": 99999}}}, "port"),
     ({**PLAIN, "router": {**PLAIN["router"], "service": {"type": "Loadbalancer"}}}, "type"),
+    (routers(autoscaling={"enabled": True, "minReplicas": 9}), "minReplicas"),
+    (routers(autoscaling={"enabled": True}, resources={"requests": {"cpu": None}}), "resources"),
+    (server_of(role="prefill", replicas=0), "replicas"),
+    (server_of(surge=-1), "surge"),
+    ({**server_of(), "autoscaling": {"namespaceLabel": "a-b"}}, "namespaceLabel"),
 ]
 
 
@@ -326,6 +348,88 @@ def test_a_start_among_services(command: str) -> None:
     assert set(named) <= {*given} - {"FOREWORD_SERVER_LOG_LEVEL"} and {*OTHERS, "FOREWORD_PORT"} <= {*named}
 
 
+GUIDE = (ROOT / "docs" / "guides" / "kubernetes.md").read_text()
+
+
+def of_the_guide() -> list[dict[str, Any]]:
+    """The values in the Kubernetes guide, by section, in order."""
+    known = json.loads((DEPLOY / "chart" / "values.schema.json").read_text())["properties"]
+    found = []
+    for section in GUIDE.split("\n## "):
+        blocks = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)]
+        assert all(set(one) <= set(known) for one in blocks)
+        found += [functools.reduce(merged, blocks)] if blocks else []
+    assert len(found) >= 4
+    return found
+
+
+def merged(base: Any, more: Any) -> Any:
+    """Values upon others, as Helm merges them."""
+    if not (isinstance(base, dict) and isinstance(more, dict)):
+        return more
+    return base | {name: merged(base.get(name), value) for name, value in more.items()}
+
+
+def test_the_values_of_the_guide() -> None:
+    """The values of each section of the guide upon those before make objects that follow the schemas of Kubernetes."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    values: dict[str, Any] = {}
+    kinds = set()
+    for step in of_the_guide():
+        values = merged(values, step)
+        for one in rendered(values):
+            kinds.add(one["kind"])
+            if one["kind"] not in CUSTOM:
+                schemas.validate(one, schemas.latest_version(), strict=True)
+    assert {"ScaledObject", "InferencePool", "HorizontalPodAutoscaler", "NetworkPolicy"} <= kinds
+
+
+def installed() -> tuple[list[dict[str, Any]], str]:
+    """The objects that the guide's `helm install` makes, and their namespace."""
+    helm = pytest.importorskip("helm_python")
+    [line] = re.findall(r"^helm install (.*)$", GUIDE, re.MULTILINE)
+    name, path, *flags = shlex.split(line)
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    [values] = [yaml.safe_load(text) for text in re.findall(rf"```yaml\n# {given['-f']}\n(.*?)```", GUIDE, re.DOTALL)]
+    with helm.Chart.load(str(ROOT / path)) as chart:
+        files = chart.render(values, name=name, namespace=given["-n"])
+    manifests = [text for file, text in files.items() if not file.endswith("NOTES.txt")]
+    return [one for text in manifests for one in yaml.safe_load_all(text) if one], given["-n"]
+
+
+def test_the_guides_install_starts(tmp_path: Path) -> None:
+    """The router that the guide installs starts with its container's arguments and Secret, and with the variables that the
+    kubelet would set for the Services of its namespace: the guide's own, vLLM's, and that of the Kubernetes API."""
+    objects, namespace = installed()
+    one = container(workloads(objects)["foreword-router"])
+    said = " ".join(re.findall(r"--from-literal=(\w+)=", GUIDE))
+    secret = dict.fromkeys(said.split(), "a key of the guide, of enough characters")
+    assert one["envFrom"] == [{"secretRef": {"name": "foreword-router"}}] and len(secret) == 2
+    own = [found for found in objects if found["kind"] == "Service"]
+    api = {"metadata": {"name": "kubernetes"}, "spec": {"ports": [{"name": "https", "port": 443}]}}
+    vllm = service("vllm", {"name": "http", "port": 8000})
+    environ = {key: text for key, text in os.environ.items() if not key.startswith("FOREWORD_")}
+    environ |= {**kubelet_variables(api, vllm, *own), **secret, "HOME": str(tmp_path)}
+    assert environ["FOREWORD_ROUTER_PORT"].startswith("tcp://") and environ["KUBERNETES_SERVICE_HOST"]
+    # The address of the container, and a tokenizer that is here.
+    replaced = {"--host=0.0.0.0": "--host=127.0.0.1", "--port=8000": "--port=0"}
+    tokenizer = str(ROOT / "foreword" / "models" / "stdlib-nano")
+    arguments = [replaced.get(text, text).replace("owner/name", tokenizer) for text in one["args"]]
+    assert f"--replica-service={namespace}/vllm:http" in arguments and tokenizer in arguments
+    line = [sys.executable, "-m", "foreword", "route", *arguments]
+    with subprocess.Popen(line, env=environ, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stderr is not None
+        lines = []
+        for text in process.stderr:
+            lines.append(text)
+            if " on http://127.0.0.1:" in text:
+                break
+        process.kill()
+    assert lines and "routes on" in lines[-1], lines
+    [warning] = [text for text in lines if "environment" in text]
+    assert "FOREWORD_ROUTER_PORT" in warning and "ADMIN_KEY" not in warning
+
+
 def test_variables_of_services_are_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the kubelet's variables for Services of any name below `foreword` the configuration is that without them; it has no
     key of a name that only Kubernetes uses."""
@@ -341,18 +445,132 @@ def test_variables_of_services_are_no_configuration(monkeypatch: pytest.MonkeyPa
 
 
 def test_rights() -> None:
-    """The router may list and watch EndpointSlices in the namespaces of its Services, and nothing else."""
+    """The router may list and watch EndpointSlices in the namespaces of its Services, and patch pods there if it writes what
+    they hold, and nothing else."""
+    for values, more in ((EVERYTHING, []), (with_router(podDeletionCost=True), [PATCH_PODS])):
+        objects = rendered(values)
+        roles = {one["metadata"]["namespace"]: one for one in objects if one["kind"] == "Role"}
+        assert set(roles) == {"prod", "llm"}
+        for one in roles.values():
+            slices, *rest = one["rules"]
+            assert slices == {
+                "apiGroups": ["discovery.k8s.io"],
+                "resources": ["endpointslices"],
+                "verbs": ["list", "watch"],
+            }
+            assert rest == more
+        router = workloads(objects)["demo-router"]
+        assert ("--pod-deletion-cost" in container(router)["args"]) == bool(more)
+        account = router["spec"]["serviceAccountName"]
+        for one in objects:
+            if one["kind"] == "RoleBinding":
+                assert one["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "prod"}]
+                assert one["roleRef"]["name"] == roles[one["metadata"]["namespace"]]["metadata"]["name"]
+
+
+PATCH_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}
+
+
+def with_router(**more: Any) -> dict[str, Any]:
+    """All that the chart has, with further values of the router."""
+    return {**EVERYTHING, "router": {**EVERYTHING["router"], **more}}
+
+
+def test_containers_have_no_privileges() -> None:
+    """No container of the chart runs as root, gains privileges, has capabilities, a writable root or an unconfined profile, and
+    each has a writable /tmp; values add to this and take it back."""
+    pods = workloads(rendered(EVERYTHING))
+    for template in pods.values():
+        one, spec = container(template), template["spec"]
+        assert spec["securityContext"] == {
+            "runAsNonRoot": True,
+            "runAsUser": 65532,
+            "runAsGroup": 65532,
+            "fsGroup": 65532,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        assert one["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounted = {mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]}
+        assert "/tmp" in mounted and set(mounted.values()) == {volume["name"] for volume in spec["volumes"]}
+        homes = [variable["value"] for variable in one.get("env", []) if variable["name"] == "HOME"]
+        assert all(home in mounted for home in homes)
+    own = {"podSecurity": {"runAsNonRoot": False, "runAsUser": 0}}
+    own |= {"containerSecurity": {"capabilities": {"add": ["IPC_LOCK"]}}}
+    changed = workloads(rendered(server_of(**own)))["demo-llama"]
+    assert changed["spec"]["securityContext"]["runAsUser"] == 0
+    assert container(changed)["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+
+
+def test_disruptions_and_spread() -> None:
+    """One pod of each workload may leave at a time, and a pod that is not ready may always; pods are spread where there is
+    room, unless their values say how."""
     objects = rendered(EVERYTHING)
-    roles = {one["metadata"]["namespace"]: one for one in objects if one["kind"] == "Role"}
-    assert set(roles) == {"prod", "llm"}
-    for one in roles.values():
-        [rule] = one["rules"]
-        assert rule == {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]}
-    account = workloads(objects)["demo-router"]["spec"]["serviceAccountName"]
-    for one in objects:
-        if one["kind"] == "RoleBinding":
-            assert one["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "prod"}]
-            assert one["roleRef"]["name"] == roles[one["metadata"]["namespace"]]["metadata"]["name"]
+    pods = workloads(objects)
+    budgets = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "PodDisruptionBudget"}
+    assert set(budgets) == set(pods)
+    for name, template in pods.items():
+        labels = template["metadata"]["labels"]
+        assert budgets[name]["maxUnavailable"] == 1
+        assert budgets[name]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+        spread = template["spec"]["topologySpreadConstraints"]
+        assert [one["topologyKey"] for one in spread] == ["kubernetes.io/hostname", "topology.kubernetes.io/zone"]
+        for selector in (budgets[name]["selector"], *(one["labelSelector"] for one in spread)):
+            assert selector["matchLabels"].items() <= labels.items()
+            matching = [
+                other
+                for other in pods.values()
+                if selector["matchLabels"].items() <= other["metadata"]["labels"].items()
+            ]
+            assert matching == [template]
+    own = [{"maxSkew": 1, "topologyKey": "rack", "whenUnsatisfiable": "DoNotSchedule"}]
+    changed = workloads(rendered(server_of(pod={"topologySpreadConstraints": own})))["demo-llama"]
+    assert changed["spec"]["topologySpreadConstraints"] == own
+
+
+def test_routers_scale_by_processor_time() -> None:
+    """With an autoscaler of routers an upgrade does not set their number, and the autoscaler is that of their Deployment."""
+    plain = [one for one in rendered(PLAIN) if one["kind"] in ("Deployment", "HorizontalPodAutoscaler")]
+    assert [one["spec"].get("replicas") for one in plain] == [2]
+    objects = rendered(routers(autoscaling={"enabled": True, "maxReplicas": 5}))
+    [scaler] = [one for one in objects if one["kind"] == "HorizontalPodAutoscaler"]
+    [workload] = [one for one in objects if one["kind"] == "Deployment"]
+    assert "replicas" not in workload["spec"]
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": workload["metadata"]["name"]}
+    assert scaler["spec"]["scaleTargetRef"] == target
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (2, 5)
+    assert scaler["spec"]["metrics"][0]["resource"]["name"] == "cpu"
+    assert container(workload["spec"]["template"])["resources"]["requests"]["cpu"]
+
+
+def test_the_query_is_of_one_release() -> None:
+    """Servers are scaled by the work of this release's routers: another one may serve a model of the same name."""
+    values = {**EVERYTHING, "autoscaling": {**EVERYTHING["autoscaling"], "podLabel": "kubernetes_pod_name"}}
+    [one] = [one for one in rendered(values) if one["kind"] == "ScaledObject"]
+    [trigger] = one["spec"]["triggers"]
+    query = trigger["metadata"]["query"]
+    labels = dict(re.findall(r'(\w+)=~?"([^"]*)"', query))
+    assert labels == {"model_name": "m", "namespace": "prod", "kubernetes_pod_name": "demo-router-.+"}
+    assert re.fullmatch(labels["kubernetes_pod_name"], "demo-router-7d9f-x") and query.startswith("sum(")
+
+
+def test_an_upgrade_of_one_replica() -> None:
+    """With one replica and no surge Helm says that an upgrade is an outage, and how to have none; with a surge a replica leaves
+    after its successor has come."""
+    for more, warns, strategy in (
+        ({}, True, {"maxUnavailable": 1, "maxSurge": 0}),
+        ({"replicas": 2}, False, {"maxUnavailable": 1, "maxSurge": 0}),
+        ({"surge": 1}, False, {"maxUnavailable": 0, "maxSurge": 1}),
+    ):
+        values = server_of(**more)
+        [one] = [one for one in rendered(values) if one["kind"] == "Deployment" and "llama" in one["metadata"]["name"]]
+        assert one["spec"]["strategy"]["rollingUpdate"] == strategy
+        said = notes(values)
+        assert ("servers.llama.surge" in said) == warns and "demo-router.prod" in said
 
 
 def test_network_policies() -> None:

@@ -306,13 +306,14 @@ def test_slots_of_a_read_that_hangs() -> None:
     slow.put(frames, deadline=soon())
     published = list[object]()
 
-    def keep(headers: Sequence[Header], publish: Callable[[], None]) -> bool:
+    def keep(headers: Sequence[Header], publish: Callable[[], object]) -> bool:
         published.append(headers)
         publish()
         return True
 
     with contextlib.closing(TieredStore([fast, slow])) as store:
-        part = read_into(store, 1, names_of(frames), [1000] * 4, store.tiers[0], deadline=soon(0.2))
+        part = read_into(store, 1, names_of(frames), [1000] * 4, deadline=soon(0.2), before=())
+        assert part is not None
         assert reading.wait(60) and [*part.frames] == [None] * 4
         part.end(keep)
         del part

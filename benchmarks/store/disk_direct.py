@@ -9,6 +9,7 @@ of one size are interleaved, and each is the fastest of the rounds.
 from __future__ import annotations
 
 import argparse
+import itertools
 import mmap
 import os
 import random
@@ -23,6 +24,8 @@ from foreword.store.frame import HEADER_BYTES
 
 PAGE = 4096
 ROUNDS = 3
+# Files of these sizes are read in parts of these: one block, and a piece by blocks, by a few and as a whole.
+SIZES = {64 << 10: [1 << 30], 1 << 20: [1 << 30], 8 << 20: [64 << 10, 1 << 20, 1 << 30]}
 
 
 def write_files(folder: Path, size: int, count: int) -> list[Path]:
@@ -42,12 +45,13 @@ def drop(paths: Sequence[Path]) -> None:
         os.close(handle)
 
 
-def read_with(flags: int, path: Path, buffer: memoryview) -> int:
-    """Read a file into a buffer that is aligned and a few pages longer."""
+def read_with(flags: int, path: Path, buffer: memoryview, part: int) -> int:
+    """Read a file, so many bytes at a time, into a buffer that is aligned and a few pages longer."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
         size = os.fstat(handle).st_size
-        done = os.preadv(handle, [buffer[: -(-size // PAGE) * PAGE]], 0)
+        end = -(-size // PAGE) * PAGE
+        done = sum(os.preadv(handle, [buffer[at : min(at + part, end)]], at) for at in range(0, end, part))
     finally:
         os.close(handle)
     if done != size:
@@ -55,8 +59,8 @@ def read_with(flags: int, path: Path, buffer: memoryview) -> int:
     return done
 
 
-def bandwidth(read: Callable[[Path, memoryview], int], paths: Sequence[Path], threads: int) -> float:
-    """Bytes per second of `threads` threads that read all files, each into a buffer of its own."""
+def speed(read: Callable[[Path, memoryview], int], paths: Sequence[Path], threads: int) -> tuple[float, float]:
+    """Bytes per second of threads that read all files, each into a buffer of its own, and per second of processors."""
     size = paths[0].stat().st_size
     buffers = [memoryview(mmap.mmap(-1, size + 2 * PAGE)) for _ in range(threads)]
 
@@ -68,9 +72,20 @@ def bandwidth(read: Callable[[Path, memoryview], int], paths: Sequence[Path], th
         drop_first = getattr(read, "cold", False)
         if drop_first:
             drop(paths)
-        started = time.perf_counter()
+        started, spent = time.perf_counter(), time.process_time()
         total = sum(pool.map(work, range(threads)))
-        return total / (time.perf_counter() - started)
+        return total / (time.perf_counter() - started), total / (time.process_time() - spent)
+
+
+def reader(way: str, part: int) -> Callable[[Path, memoryview], int]:
+    """A read of a file in one of the ways, with the attribute `cold` if the file is dropped from the page cache before."""
+    flags = os.O_DIRECT if way == "O_DIRECT" else 0
+
+    def read(path: Path, buffer: memoryview) -> int:
+        return read_with(flags, path, buffer, part)
+
+    read.cold = way != "page cache, warm"  # type: ignore[attr-defined]
+    return read
 
 
 def main() -> None:
@@ -80,27 +95,25 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="foreword-direct-", dir=arguments.folder))
 
-    def cold(path: Path, buffer: memoryview) -> int:
-        return read_with(0, path, buffer)
-
-    cold.cold = True  # type: ignore[attr-defined]
-    ways: dict[str, Callable[[Path, memoryview], int]] = {
-        "page cache, warm": lambda path, buffer: read_with(0, path, buffer),
-        "page cache, cold": cold,
-        "O_DIRECT": lambda path, buffer: read_with(os.O_DIRECT, path, buffer),
-    }
-    print("| payload | threads | " + " | ".join(f"{way} GB/s" for way in ways) + " |")
-    print("|---:|---:|" + "---:|" * len(ways))
+    ways = ("page cache, warm", "page cache, cold", "O_DIRECT")
+    print(
+        "| file | read by | threads | " + " | ".join(f"{way} GB/s" for way in ways) + " | GB per second of processors |"
+    )
+    print("|---:|---:|---:|" + "---:|" * len(ways) + "---:|")
     try:
-        for size in (64 << 10, 1 << 20, 4 << 20):
+        for size, parts in SIZES.items():
             paths = write_files(folder, size, (arguments.mib << 20) // size)
-            for threads in (1, 2):
-                best = dict.fromkeys(ways, 0.0)
+            for part, threads in itertools.product(parts, (1, 2, 8)):
+                best = dict.fromkeys(ways, (0.0, 0.0))
                 for _ in range(ROUNDS):
-                    for way, read in ways.items():
-                        best[way] = max(best[way], bandwidth(read, paths, threads))
-                figures = " | ".join(f"{one / 1e9:.2f}" for one in best.values())
-                print(f"| {size >> 10} KiB | {threads} | {figures} |", flush=True)
+                    for way in ways:
+                        found = speed(reader(way, part), paths, threads)
+                        best[way] = max(best[way][0], found[0]), max(best[way][1], found[1])
+                figures = " | ".join(f"{one / 1e9:.2f}" for one, _ in best.values())
+                spent = " / ".join(f"{one / 1e9:.1f}" for _, one in best.values())
+                print(
+                    f"| {size >> 10} KiB | {min(part, size) >> 10} KiB | {threads} | {figures} | {spent} |", flush=True
+                )
             for path in paths:
                 path.unlink()
     finally:

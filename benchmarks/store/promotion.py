@@ -101,7 +101,7 @@ def load(kind: str, folder: str, layout: Layout, count: int) -> dict[str, float]
         stores.insert(0, MemoryStore(2 * count * (layout.block_bytes + 4096)))
     with ExitStack() as stack:
         if kind == KINDS[2]:
-            stack.enter_context(mock.patch.object(manager, "slots_target", return_value=None))
+            stack.enter_context(mock.patch.object(manager, "read_into", return_value=None))
         counts = stack.enter_context(counted())
         engine_stores, _ = engine(stores, layout, count)
         keys = chain_keys(ROOT, [1] * TOKENS * count, TOKENS)

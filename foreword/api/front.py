@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import unquote
@@ -29,7 +29,7 @@ from foreword.api.errors import (
     no_route_response,
     openai_error,
 )
-from foreword.api.outcomes import Access, ClientGone, Ending, Outcome, log_request, request_id_from
+from foreword.api.outcomes import Access, ClientGone, Outcome, log_request, outcome_of, request_id_from
 from foreword.api.quotas import Admitted, Quotas
 from foreword.api.request_bodies import RequestBodies, check_media_type, declared_length
 from foreword.api.rights import NO_TENANT, Rights
@@ -307,6 +307,45 @@ class UsageLog(Protocol):
     def note(self, name: str, tenant: str, route: str, status: int, seconds: float, usage: TokenUsage) -> None: ...
 
 
+@dataclass(eq=False, slots=True)
+class Ending:
+    """A request that has begun, and what is known of how it ends.
+
+    Attributes:
+        error: that ended it; None if its status says how it ended.
+    """
+
+    call: Call
+    _front: Front
+    error: BaseException | None = None
+    _ended: bool = False
+
+    def end(self, status: int) -> None:
+        """The request is over: it stops to count as running, against quotas too, and is counted by its status and outcome,
+        logged, and noted in the ledger and its trace. A second call does nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        front, call, route = self._front, self.call, self.call.route
+        front.active -= 1
+        call.held.release()
+        if call.admitted is not None:
+            front.quotas.finish(call.admitted)
+        path = "unknown" if route is None else route.shown_path
+        if route is not None and route.outcome:
+            front.metrics.outcome(route.outcome, outcome_of(status, self.error))
+        front.metrics.response(front.label + path, status)
+        if call.ignored:
+            front.metrics.ignored(path)
+        seconds = time.monotonic() - call.arrived
+        log_request(call.method, call.path, status, seconds, call.id, call.access())
+        if front.ledger is not None and route is not None and call.counts:
+            front.ledger.note(call.id, call.tenant.name, route.name, status, seconds, call.usage)
+        if call.span is not None:
+            call.span.note({"http.response.status_code": status})
+            call.span.end(f"status {status}" if status >= 500 else "")
+
+
 @dataclass(eq=False)
 class Front:
     """All requests of one front. Runs on its event loop.
@@ -321,6 +360,7 @@ class Front:
         on_serving: called on the event loop on which the front is served, once or more often.
         ledger: gets the tokens of each request that counts against quotas.
         span_name: of the traces of requests that count against quotas.
+        label: before the paths in the metric of responses.
         active: requests that are being answered.
     """
 
@@ -340,16 +380,15 @@ class Front:
     tracer: Tracer | None = None
     ledger: UsageLog | None = None
     span_name: str = "request"
+    label: str = ""
     active: int = 0
 
     async def serve(self, exchange: Exchange) -> Answer | None:
         """The answer, which the adapter sends; None if it was streamed, or the client has left."""
-        if self.before is not None:
-            self.before()
-        call, answer, status = Call(self, exchange), None, CLIENT_GONE
-        self.active += 1
+        ending = self.begin(exchange)
+        call, answer, status = ending.call, None, CLIENT_GONE
         try:
-            answer = await self._answer(call)
+            answer = await self._answer(ending)
             if answer is not None:
                 status = answer.status
                 answer.headers = {**answer.headers, **call.own_headers()}
@@ -361,79 +400,105 @@ class Front:
             status = 500  # the stream ends in its middle
             raise
         finally:
-            self.active -= 1
-            call.held.release()
-            self.metrics.response(call.route.shown_path if call.route is not None else "unknown", status)
-            if call.ignored and call.route is not None:
-                self.metrics.ignored(call.route.shown_path)
-            seconds = time.monotonic() - call.arrived
-            log_request(call.method, call.path, status, seconds, call.id, call.access())
-            if self.ledger is not None and call.route is not None and call.counts:
-                self.ledger.note(call.id, call.tenant.name, call.route.name, status, seconds, call.usage)
-            if call.span is not None:
-                call.span.note({"http.response.status_code": status})
-                call.span.end(f"status {status}" if status >= 500 else "")
+            ending.end(status)
         return answer
 
-    async def _answer(self, call: Call) -> Answer | None:
-        """Raises ClientGone, CancelledError, and any error of a stream whose head was sent."""
-        try:
-            methods, call.names = self.routes.methods(call.path)
-            call.route = methods.get("GET" if call.method == "HEAD" else call.method)
-            if call.route is None:
-                return self._no_route(call, methods)
-            return await self._run(call, call.route)
-        except ForewordError as error:
-            if call.streams:
-                raise
-            return self._refusal(call, error)
-        except (ClientGone, asyncio.CancelledError):
-            raise
-        except (
-            Exception
-        ) as error:  # the edge of the process: one request that fails for an unknown reason ends no others
-            self.metrics.unexpected(error)
-            logger.exception("request %s: %s %s failed", call.id, call.method, call.path)
-            if call.streams:
-                raise
-            return Answer.of(internal_error_response(call.id))
+    def begin(self, exchange: Exchange) -> Ending:
+        """A request has come. `Ending.end` accounts for it, whatever happens between."""
+        if self.before is not None:
+            self.before()
+        self.active += 1
+        call = Call(self, exchange)
+        methods, call.names = self.routes.methods(call.path)
+        call.route = methods.get("GET" if call.method == "HEAD" else call.method)
+        return Ending(call, self)
 
-    async def _run(self, call: Call, route: Route[Handler]) -> Answer | None:
-        with Ending(self.metrics.outcome, route.outcome) as ending:
-            call.tenant = self.rights.check(route.right, call.headers, call.exchange.address, route.name)
-            self.ready(route)
-            if route.meter is Meter.FREE:
-                answer = await self._handle(call, route)
-            else:
-                call.metered = True
-                if self.quotas.limited:
-                    continued = route.meter is Meter.CONTINUED
-                    call.admitted = self.quotas.admit(call.tenant.name, call.arrived, continued=continued)
-                with call.admitted or nullcontext():
-                    if self.tracer is not None:
-                        attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
-                        call.span = self.tracer.request(self.span_name, call.headers, attributes)
-                    answer = await self._handle(call, route)
-            ending.error = call.failure
-            ending.status = answer.status if answer is not None else 200
-            served = call.failure is None and (answer is None or answer.status < 400)
-            if route.meter is Meter.TOKENS and served and call.metered and not call.charged:
-                raise IntegrityError(f"{route.name} answered without a charge")
-            return answer
+    def admit(self, call: Call, route: Route[Handler]) -> None:
+        """Check rights, readiness and quota. Raises Unauthorized, Forbidden, RateLimited, and what `ready` raises."""
+        call.tenant = self.rights.check(route.right, call.headers, call.exchange.address, route.name)
+        self.ready(route)
+        if route.meter is Meter.FREE:
+            return
+        call.metered = True
+        if self.quotas.limited:
+            continued = route.meter is Meter.CONTINUED
+            call.admitted = self.quotas.admit(call.tenant.name, call.arrived, continued=continued)
+        if self.tracer is not None:
+            attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
+            call.span = self.tracer.request(self.span_name, call.headers, attributes)
 
-    async def _handle(self, call: Call, route: Route[Handler]) -> Answer | None:
+    async def read(self, call: Call, route: Route[Handler]) -> None:
+        """Read the query and the body as the route declares them. Raises BadRequest, QueueFull, ClientGone."""
         call.query = route.read_query(call.exchange.query)
         if isinstance(route.body, JsonBody):
             await self._read(call, route.body)
         elif route.method == "DELETE":
             await self._check_empty(call)
+
+    def refusal(self, call: Call, error: ForewordError) -> Answer:
+        """An error in the format of the route's clients."""
+        self.metrics.rejected(call.tenant.name, error.code)
+        if error.status >= 500 and not error.retry:
+            logger.error("request %s: %s %s: %s", call.id, call.method, call.path, error.message)
+        respond: Any = call.route.errors if call.route is not None else openai_error
+        return Answer.of(respond(error, error.retry_after or self.retry_after(), call.id))
+
+    def unexpected(self, call: Call, error: Exception) -> Answer:
+        """The answer where something raised that no code expects."""
+        self.metrics.unexpected(error)
+        logger.error("request %s: %s %s failed", call.id, call.method, call.path, exc_info=error)
+        return Answer.of(internal_error_response(call.id))
+
+    def no_route(self, call: Call) -> Answer:
+        """The answer for a path or a method that is not in the table."""
+        methods, _ = self.routes.methods(call.path)
+        if call.path.endswith("/") and self.routes.methods(call.path[:-1])[0]:
+            return Answer(307, headers={"location": "?".join(filter(None, (call.path[:-1], call.exchange.query)))})
+        if methods and self.origins and "access-control-request-method" in call.headers:  # a browser asks for a page
+            return Answer(204, headers={**_PREFLIGHT, "access-control-allow-methods": ", ".join(methods)})
+        known = [route.shown_path for route in self.routes.shown]
+        return Answer.of(no_route_response(call.method, call.path, methods, known))
+
+    async def _answer(self, ending: Ending) -> Answer | None:
+        """Raises ClientGone, CancelledError, and any error of a stream whose head was sent."""
+        call = ending.call
+        try:
+            if call.route is None:
+                return self.no_route(call)
+            answer = await self._run(call, call.route)
+            ending.error = call.failure
+            return answer
+        except ForewordError as error:
+            ending.error = error
+            if call.streams:
+                raise
+            return self.refusal(call, error)
+        except (ClientGone, asyncio.CancelledError) as error:
+            ending.error = error
+            raise
+        except (
+            Exception
+        ) as error:  # the edge of the process: one request that fails for an unknown reason ends no others
+            ending.error = error
+            answer = self.unexpected(call, error)
+            if call.streams:
+                raise
+            return answer
+
+    async def _run(self, call: Call, route: Route[Handler]) -> Answer | None:
+        self.admit(call, route)
+        await self.read(call, route)
         if route.ends_with_client:
             call.exchange.watch()
             reply = await route.handler(call)
         else:
             what = f"request {call.id}, whose client has left: {call.method} {call.path}"
             reply = await to_its_end(route.handler(call), what)
-        return reply if isinstance(reply, Answer) or reply is None else Answer.json(reply)
+        answer = reply if isinstance(reply, Answer) or reply is None else Answer.json(reply)
+        served = call.failure is None and (answer is None or answer.status < 400)
+        if route.meter is Meter.TOKENS and served and call.metered and not call.charged:
+            raise IntegrityError(f"{route.name} answered without a charge")
+        return answer
 
     async def _check_empty(self, call: Call) -> None:
         """A body that a DELETE does not read would have said what not to delete. Raises BadRequest, BodyTimeout."""
@@ -465,18 +530,3 @@ class Front:
             call.ignored = [*tools, *unknown]
         if body.shown is not None and (body.closed or (self.unknown == "refuse" and not body.passed_on)):
             _check(tools, unknown, body.shown)
-
-    def _no_route(self, call: Call, methods: Mapping[str, Route[Handler]]) -> Answer:
-        if call.path.endswith("/") and self.routes.methods(call.path[:-1])[0]:
-            return Answer(307, headers={"location": "?".join(filter(None, (call.path[:-1], call.exchange.query)))})
-        if methods and self.origins and "access-control-request-method" in call.headers:  # a browser asks for a page
-            return Answer(204, headers={**_PREFLIGHT, "access-control-allow-methods": ", ".join(methods)})
-        known = [route.shown_path for route in self.routes.shown]
-        return Answer.of(no_route_response(call.method, call.path, methods, known))
-
-    def _refusal(self, call: Call, error: ForewordError) -> Answer:
-        self.metrics.rejected(call.tenant.name, error.code)
-        if error.status >= 500 and not error.retry:
-            logger.error("request %s: %s %s: %s", call.id, call.method, call.path, error.message)
-        respond: Any = call.route.errors if call.route is not None else openai_error
-        return Answer.of(respond(error, error.retry_after or self.retry_after(), call.id))

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -89,31 +88,10 @@ def outcome_of_status(status: int, *, retry: bool = True) -> Outcome:
     return "ok" if status < 400 else "client_error" if status < 500 else "server_error"
 
 
-# Counts a request's dialect and outcome.
-Count = Callable[[str, Outcome], None]
-
-
-@dataclass(slots=True)
-class Ending:
-    """How one request ended, with what is known until now. At the end of its block it is counted, if it has a dialect."""
-
-    count: Count
-    dialect: str
-    status: int = 200
-    error: BaseException | None = None
-
-    @property
-    def outcome(self) -> Outcome:
-        if self.error is None:
-            return outcome_of_status(self.status)
-        if isinstance(self.error, ForewordError):
-            return outcome_of_status(self.error.status, retry=self.error.retry)
-        return "disconnected" if isinstance(self.error, asyncio.CancelledError | ClientGone) else "server_error"
-
-    def __enter__(self) -> Ending:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.error = error or self.error
-        if self.dialect:
-            self.count(self.dialect, self.outcome)
+def outcome_of(status: int, error: BaseException | None) -> Outcome:
+    """The outcome of a request that ended with this status, or with an error."""
+    if error is None:
+        return outcome_of_status(status)
+    if isinstance(error, ForewordError):
+        return outcome_of_status(error.status, retry=error.retry)
+    return "disconnected" if isinstance(error, asyncio.CancelledError | ClientGone) else "server_error"

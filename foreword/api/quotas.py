@@ -35,22 +35,22 @@ class Quota:
 
 
 class Bucket:
-    """A token bucket that holds one minute's worth. It may be overdrawn."""
+    """A token bucket that holds one minute's worth. It may be overdrawn. `level_then` is its level `at` a time."""
 
-    __slots__ = ("_at", "_level", "_size")
+    __slots__ = ("_size", "at", "level_then")
 
     def __init__(self, size: float, now: float) -> None:
-        self._size, self._level, self._at = size, size, now
+        self._size, self.level_then, self.at = size, size, now
 
     def level(self, now: float) -> float:
         """The tokens in the bucket now."""
-        self._level = min(self._size, self._level + max(now - self._at, 0.0) * self._size / _MINUTE)
-        self._at = max(self._at, now)
-        return self._level
+        self.level_then = min(self._size, self.level_then + max(now - self.at, 0.0) * self._size / _MINUTE)
+        self.at = max(self.at, now)
+        return self.level_then
 
     def take(self, amount: float, now: float) -> None:
         """Take out `amount`, whether or not it is there."""
-        self._level = self.level(now) - amount
+        self.level_then = self.level(now) - amount
 
     def seconds_until(self, amount: float, now: float) -> float:
         """Seconds until the bucket holds `amount`."""

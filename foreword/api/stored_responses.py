@@ -20,6 +20,7 @@ from foreword.decoders import decode_msgpack
 from foreword.errors import BadRequest, NotFound
 from foreword.newest import Newest
 
+_SECONDS: Final = 86_400.0  # that a response is kept after its last use
 _TENANT_RESPONSES: Final = 1000
 # Of all memory, what one tenant may use.
 _TENANT_SHARE: Final = 0.25
@@ -57,7 +58,7 @@ class StoredResponses:
         ttl: seconds that a response is kept after its last use.
     """
 
-    def __init__(self, memory: int, ttl: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, memory: int, ttl: float = _SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._memory = memory
         self._ttl = ttl
         self._clock = clock

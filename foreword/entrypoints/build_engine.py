@@ -379,8 +379,6 @@ def _kept_prefixes(config: PrefixConfig, info: ModelInfo, cache: PrefixCache) ->
         budget,
         int(retained * config.retain_tenant_share),
         retain_budget=retained,
-        most=config.retain_entries,
-        longest=config.retain_seconds,
         block_bytes=size,
     )
 

@@ -36,7 +36,7 @@ from foreword.offload.load import StoreLoad
 from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.lookups import LookupCounts, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
-from foreword.offload.slot_reads import read_into, slots_target
+from foreword.offload.slot_reads import read_into
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
 from foreword.store.background import use_background_cores
@@ -357,14 +357,15 @@ class OffloadManager:
         """Read up to `count` blocks straight into the memory of a faster tier, which keeps them, load them from there up to the
         first that was not read, and return how many were loaded. Into devices none."""
         place, *others = store_load.places[done : done + count]
-        into = slots_target(self.store, place) if self._staging.copies_lent and not store_load.full else None
-        if into is None:
+        if store_load.full or not self._staging.copies_lent:
             return 0
         end = done + 1 + len(list(itertools.takewhile(place.__eq__, others)))
         names, groups = store_load.names[done:end], store_load.groups[done:end]
         sizes = [self._staging.block_bytes[group] for group in groups]
         before = store_load.names[max(done - count, 0) : done]
-        read = read_into(self.store, place, names, sizes, into, deadline=deadline, before=before)
+        read = read_into(self.store, place, names, sizes, deadline=deadline, before=before)
+        if read is None:
+            return 0
         store_load.full = read.reserved.full
         try:
             lent = read.loan

@@ -50,7 +50,7 @@ class SlotRead:
         """A call has not returned that may write into slots."""
         self._late.append(call)
 
-    def end(self, keeps: Callable[[Sequence[Header], Callable[[], None]], bool]) -> None:
+    def end(self, keeps: Callable[[Sequence[Header], Callable[[], object]], bool]) -> None:
         """The caller does not read the slots any more. What was read is found from now on, if `keeps` makes the call that it
         is given, with the headers, and returns True; else the slots are given back."""
         if self._late:  # the calls refer to what they do afterwards, and so to the slots
@@ -58,19 +58,8 @@ class SlotRead:
             return
         read = {index: one.header for index, one in enumerate(self.frames) if one is not None}
         headers, seconds = [*read.values()], time.monotonic() - self._began
-        if not read or not keeps(headers, lambda: self._publish(headers, [*read], seconds)):
+        if not read or not keeps(headers, partial(self.tier.publish, self.reserved, headers, seconds, [*read])):
             self.tier.abandon(self.reserved)
-
-    def _publish(self, headers: Sequence[Header], chosen: Sequence[int], seconds: float) -> None:
-        self.tier.publish(self.reserved, headers, seconds, chosen)
-
-
-def slots_target(store: TieredStore, tier: int) -> StoreTier | None:
-    """The faster tier in whose slots blocks of this tier are read, if it takes all that is read: where it is the only
-    faster one and has slots in the memory of this process."""
-    targets = store.promotion_targets(tier)
-    fastest = store.tiers[targets[0]] if len(targets) == 1 else None
-    return fastest if fastest is not None and fastest.admission is None and fastest.store.memory is not None else None
 
 
 def read_into(
@@ -78,28 +67,27 @@ def read_into(
     tier: int,
     names: Sequence[Name],
     sizes: Sequence[int],
-    into: StoreTier,
     *,
     deadline: float,
-    before: Sequence[Name] = (),
-) -> SlotRead:
-    """Read blocks, given the bytes of their payloads, from one tier straight into reserved slots of another, up to the
-    first that has no slot, and verify them there. The caller ends the read. `before`: the blocks of the chain before them:
-    these are not evicted for those."""
+    before: Sequence[Name],
+) -> SlotRead | None:
+    """Read blocks, given the bytes of their payloads, from one tier straight into reserved slots of a faster one, up to the
+    first that has no slot, and verify them there. The caller ends the read. None unless there is one faster tier, which takes
+    all that is read, and has slots. `before`: the blocks before these in the chain, which are not evicted for them."""
+    faster = [store.tiers[one] for one in store.promotion_targets(tier)]
+    if len(faster) != 1 or faster[0].admission is not None or faster[0].store.memory is None:
+        return None
     last = {name[:FINGERPRINT_BYTES]: name for name in before}  # of each layout
     headers = list[Header]()
     for name, size in zip(names, sizes, strict=True):
         layout = name[:FINGERPRINT_BYTES]
         headers.append(Header.unread(name, size, last.get(layout, b"")))
         last[layout] = name
-    read = SlotRead(into, into.reserve(headers, deadline, unread=True))
+    read = SlotRead(faster[0], faster[0].reserve(headers, deadline, unread=True))
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
-    if count:
-        until = next((until for index, until in store.turns(deadline) if index == tier), 0.0)
+    until = next((until for index, until in store.turns(deadline) if index == tier), 0.0)
+    if count and until:
         buffers = read.reserved.frames()[:count]
-        found = store.tiers[tier].get(names[:count], buffers, until, read.note_late) if until else ()
-        read.frames = [
-            one if one is not None and len(one.data) == len(buffer) else None
-            for one, buffer in zip(found, buffers, strict=False)
-        ]
+        found = zip(store.tiers[tier].get(names[:count], buffers, until, read.note_late), buffers, strict=True)
+        read.frames = [one if one is not None and len(one.data) == len(buffer) else None for one, buffer in found]
     return read

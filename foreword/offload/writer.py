@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from foreword.store.base import Name
 
 WRITE_BLOCKS: Final = 32  # blocks that are queued together
-# Blocks per write: more of them where they are short. Each write of a disk has a fixed cost.
-_MOST_WRITTEN: Final = 128
-_WRITE_BYTES: Final = 64 << 20
+# Per write: more blocks where they are short. Each write of a disk has a fixed cost, and may make a file.
+_MOST_WRITTEN: Final = 1024
+_WRITE_BYTES: Final = (8 << 20) + (64 << 10)
 WRITE_TIMEOUT: Final = 30.0  # seconds
 logger = logging.getLogger(__name__)
 _LONGEST_LOAD: Final = 600.0  # seconds
@@ -272,10 +272,9 @@ class WriteBehind:
             self._changed.wait_for(lambda: not any(batch.writing for batch in busy), timeout)
             return sum(len(batch.headers) for batch in busy if batch.writing)
 
-    def unless_erased(self, started: float, headers: Sequence[Header], publish: Callable[[], None]) -> bool:
+    def unless_erased(self, started: float, headers: Sequence[Header], publish: Callable[[], object]) -> bool:
         """Make a call that lets blocks be found, unless some were erased since `started`, when their load began. It must be
-        quick. Returns whether it was made."""
-        # Under the lock: an erasure begins before the call, and is seen here, or after it, and finds the blocks in their tier.
+        quick. Returns whether it was made. An erasure that begins after it finds the blocks in their tier."""
         with self._changed:
             if any(started <= at and any(one.root.startswith(roots) for one in headers) for roots, at in self._erased):
                 return False
@@ -357,8 +356,8 @@ class WriteBehind:
         """Slots for a postponed promotion: free ones, or those of later blocks of its load, which wait for it."""
         slots = batch.pool.take(len(batch.headers))
         while slots is None:
-            mine = (one for one in reversed(self._batches) if one.promotion and one.load == batch.load)
-            last = next((one for one in mine if one.slots and one.is_stored()), None)
+            mine = (one for one in reversed(self._batches) if one.load == batch.load and one.slots)
+            last = next(filter(WriteBatch.is_stored, mine), None)
             if last is None:
                 return None
             self._batches.remove(last)

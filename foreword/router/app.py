@@ -32,6 +32,7 @@ def create_front(router: Router) -> Front:
         ledger=router.ledger,
         span_name="router request",
     )
+    router.fronts.append(front)
     for call in router.on_serving:
         call()
     return front

@@ -34,12 +34,8 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
     async def generate(call: Call) -> Answer | None:
         """Place a request, queue it per tenant, and retry and continue it on other replicas."""
-        if call.path == "/v2/embed" and call.tenant.salt:
-            raise BadRequest("vLLM's /v2/embed has no cache_salt: tenants would share its cache; use /v1/embeddings")
-        given: GenerateRequest = call.body
-        if given.dialect in DIALECTS and router.pool(given.model).kind == "foreword":
-            call.check_fields(DIALECTS[given.dialect].body, given.body.fields)
-        return await proxy(router, call, given)
+        check_fields(router, call, call.body)
+        return await proxy(router, call, call.body)
 
     for path, name in {PATHS["chat"]: "chat", PATHS["completions"]: "completions", **PASSED}.items():
         body = JsonBody(partial(parse_request, name, path=path))
@@ -47,6 +43,15 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             "POST", path, right=right, meter=tokens, body=body, query=ClientQuery, tag="generate", outcome=name
         )
         add(generate)
+
+
+def check_fields(router: Router, call: Call, given: GenerateRequest) -> None:
+    """Refuse what a replica would ignore: fields without effect at Foreword's own servers, where the operator wants that, and a
+    tenant's salt. Raises BadRequest, UnknownModel, NoReplica."""
+    if call.path == "/v2/embed" and call.tenant.salt:
+        raise BadRequest("vLLM's /v2/embed has no cache_salt: tenants would share its cache; use /v1/embeddings")
+    if given.dialect in DIALECTS and router.pool(given.model).kind == "foreword":
+        call.check_fields(DIALECTS[given.dialect].body, given.body.fields)
 
 
 async def proxy(

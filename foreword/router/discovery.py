@@ -55,7 +55,7 @@ class Discovery:
         for spec in specs:
             self._router.add(spec, "flag")
         if (source := _watched(self._config)) is not None:
-            watches = extras_for(source).watch_sources(self._config, self._apply)
+            watches = extras_for(source).watch_sources(self._router, self._apply)
             self._tasks += map(self._router.background, watches)
 
     def stop(self) -> None:

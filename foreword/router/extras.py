@@ -237,7 +237,7 @@ class RouterExtras(ABC):
         """Raises ConfigError for a file, DNS names or Services of replicas that cannot be watched."""
 
     @abstractmethod
-    def watch_sources(self, config: RouterConfig, apply: ApplyReplicas) -> Iterable[Coroutine[Any, Any, None]]:
+    def watch_sources(self, router: Router, apply: ApplyReplicas) -> Iterable[Coroutine[Any, Any, None]]:
         """Watch the file, DNS names and Services of replicas, until cancelled."""
 
     @abstractmethod

@@ -1,8 +1,7 @@
-"""Paths that generate no text: models of all replicas, tokenization on one, removal of KV on all."""
+"""Paths that generate no text: models of all replicas, and tokenization on one."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import aiohttp
@@ -68,20 +67,7 @@ def listed_models(router: Router, name: str = "") -> dict[str, Any]:
     return cards[name]
 
 
-def healthy(router: Router) -> list[Upstream]:
-    """Replicas that take requests, the least loaded first. Raises NoReplica if there are none."""
-    found = router.healthy()
-    if not found:
-        raise NoReplica(f"No request can be taken now: {router.ready()}")
-    return found
-
-
-def foreword_replicas(router: Router) -> list[Upstream]:
-    """Foreword's servers among the replicas that take requests, the least loaded first."""
-    return [one for one in router.healthy() if one.kind == "foreword"]
-
-
-async def _send(
+async def send(
     router: Router, call: Call, upstream: Upstream, path: str, body: bytes, *, silence: float | None = None
 ) -> Answer:
     """Send the client's request to a replica. Raises what aiohttp raises, also after `silence` seconds, and ReplicaFailed."""
@@ -107,33 +93,10 @@ async def send_to_one(router: Router, call: Call, replicas: list[Upstream], path
     for upstream in (replicas * 2)[: router.config.max_attempts]:
         upstream.in_flight += 1
         try:
-            return await _send(router, call, upstream, path, body, silence=silence)
+            return await send(router, call, upstream, path, body, silence=silence)
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:
             problem = f"{upstream.url}: {type(error).__name__}"
             router.failed(upstream, problem, certain=isinstance(error, aiohttp.ClientConnectorError))
         finally:
             upstream.in_flight -= 1
     raise ReplicaFailed(f"No replica answered; the last: {problem}")
-
-
-async def send_to_all(router: Router, call: Call, replicas: list[Upstream], body: bytes) -> list[Answer]:
-    """Forward a request to these replicas."""
-    return await asyncio.gather(*(send_once(router, call, one, call.path, body) for one in replicas))
-
-
-def chosen(answers: list[Answer]) -> Answer:
-    """The answer that counts: of several the first failure, else the first success."""
-    failed = [answer for answer in answers if answer.status >= 400 and answer.status != 404]
-    succeeded = [answer for answer in answers if answer.status < 400]
-    one = (failed or succeeded or answers)[0]
-    counts = {"x-foreword-replicas": f"{len(succeeded)} of {len(answers)}"}
-    return Answer(one.status, one.body, {**one.headers, **counts})
-
-
-async def send_once(router: Router, call: Call, upstream: Upstream, path: str, body: bytes) -> Answer:
-    """Forward a request that may change something to a replica. Raises ReplicaFailed."""
-    try:
-        return await _send(router, call, upstream, path, body)
-    except CONNECTION_ERRORS as error:
-        router.failed(upstream, f"the connection broke ({type(error).__name__})")
-        raise ReplicaFailed(f"{upstream.url} did not answer; it may have executed the request. Retry it") from None

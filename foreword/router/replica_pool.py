@@ -40,6 +40,7 @@ from foreword.routing.sessions import SessionTable
 logger = logging.getLogger(__name__)
 
 _DEFAULT_BLOCK_SIZE: Final = 16
+_SESSION_SECONDS: Final = 3600.0  # that an idle session keeps its replica
 # Reasons with this prefix are temporary: requests wait for the replica.
 _OVERLOADED: Final = "overloaded"
 
@@ -81,12 +82,12 @@ class ReplicaPool:
         self.fleet = self.fleet_type(
             policy_named(config.policy),
             directory=Directory(config.directory_blocks),
-            sessions=SessionTable(ttl=config.session_ttl),
+            sessions=SessionTable(ttl=_SESSION_SECONDS),
             disaggregation=disaggregation,
             kinds=kinds,
         )
         self.upstreams: dict[str, Upstream] = {}
-        self.known = KnownPrompts(ttl=config.session_ttl)
+        self.known = KnownPrompts(ttl=_SESSION_SECONDS)
         self._patience, self._timeout = config.tokenize_patience, config.tokenize_timeout
         self.shared_prefixes = SharedPrefixes()
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))

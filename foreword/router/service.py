@@ -108,7 +108,7 @@ class Router:
     Attributes:
         front: its HTTP front, once it serves.
         on_serving: functions that are called on the event loop when it begins to serve.
-        picked: requests that it has placed for a gateway and that are running.
+        fronts: this one, and that of the picker.
     """
 
     def __init__(self, config: Config, current: Callable[[bytes], bytes] = bytes) -> None:
@@ -121,6 +121,7 @@ class Router:
         self.bodies = RequestBodies(config.server.body_timeout)
         self.work = WorkQueue(inline=_INLINE_BYTES)
         self.front: Front | None = None
+        self.fronts: list[Front] = []
         self.suspects = Suspects(self._serve_waiting)
         given = config.router
         self._limits: tuple[object, Limits] = (None, Limits())
@@ -137,8 +138,7 @@ class Router:
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
         self.on_serving: list[Callable[[], None]] = []
-        self.picked = 0
-        self.pool_type = ReplicaPool
+        self.pool_type: Callable[..., ReplicaPool] = ReplicaPool
         self.render: Callable[[str], Any] = self.metrics.render
         self.audit = Audit()
         if given.audit_every or given.audit_reports is not None:
@@ -218,7 +218,7 @@ class Router:
     @property
     def active(self) -> int:
         """Requests that are being answered, here or through a gateway."""
-        return self.picked + (self.front.active if self.front is not None else 0)
+        return sum(front.active for front in self.fronts)
 
     @property
     def routes(self) -> Routes[Handler]:

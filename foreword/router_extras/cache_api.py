@@ -26,10 +26,10 @@ from foreword.api.routes import Right, Routes
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_object
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
-from foreword.router.passthrough import healthy, send_once
 from foreword.router.replica_body import edited, parse_request, read_body
 from foreword.router.replicas import Upstream
 from foreword.router.service import Router
+from foreword.router_extras.fan_out import healthy, send_once
 from foreword.usage import TokenUsage
 
 _RANKS: Final = {"accepted": 2, "clipped": 1}

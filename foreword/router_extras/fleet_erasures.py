@@ -15,10 +15,11 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.stored_responses import StoredResponses
 from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
-from foreword.router.passthrough import chosen, send_once
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
+from foreword.router_extras.fan_out import chosen, send_once
 from foreword.router_extras.router_prefixes import RouterPrefixes
+from foreword.router_extras.worker_links import workers_of
 
 _ANSWER_SECONDS: Final = 60.0  # a replica may have much to erase
 _DOWN_SECONDS: Final = 15.0  # of one that takes no requests
@@ -84,8 +85,8 @@ class FleetErasures:
         self._known: list[FleetErasure] = []
         self._repeating: asyncio.Task[None] | None = None
         router.on_failover = self._failed_over
-        router.workers.on("moved", lambda told: self._note_moved(*told))
-        router.workers.on("forget", lambda told: self._forget(*told))
+        workers_of(router).on("moved", lambda told: self._note_moved(*told))
+        workers_of(router).on("forget", lambda told: self._forget(*told))
 
     async def erase(self, call: Call) -> Answer:
         """Erase on every replica, also on those that take no requests now."""
@@ -102,7 +103,7 @@ class FleetErasures:
         asked = [upstream for upstream in upstreams if upstream.kind == "foreword"]
         forgotten = call.tenant.name, call.tenant.salt, list(given)
         self._forget(*forgotten)
-        await self._router.workers.repeat("forget", forgotten)
+        await workers_of(self._router).repeat("forget", forgotten)
         if not given:
             one.open[_FILE] = "they are being removed"
         await self._ask(one, asked)
@@ -127,7 +128,7 @@ class FleetErasures:
     def _failed_over(self, tenant: str, arrived: float, upstream: Upstream) -> None:
         """A request is, or was, on another replica than at first. Another worker may have the erasure."""
         self._note_moved(tenant, arrived, upstream.url)
-        self._router.workers.tell("moved", (tenant, arrived, upstream.url))
+        workers_of(self._router).tell("moved", (tenant, arrived, upstream.url))
 
     def _note_moved(self, tenant: str, arrived: float, url: str) -> None:
         """A request that began before an erasure of its tenant moved to a replica, which knows it as a new one: what it leaves

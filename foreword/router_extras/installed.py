@@ -15,7 +15,7 @@ from foreword.observability.recording import TraceRecorder
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.attempt import Attempt
 from foreword.router.auth import RouterAuth
-from foreword.router.extras import ApplyReplicas, Audit, Order, RouterExtras, WorkerParts
+from foreword.router.extras import ApplyReplicas, Audit, Order, RouterExtras
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import Upstream
 from foreword.router.router_metrics import RouterMetrics
@@ -25,6 +25,7 @@ from foreword.router_extras.router_misses import RouterMisses
 from foreword.router_extras.router_prefixes import RouterPrefixes
 from foreword.router_extras.speed_probe import ReplicaSpeedProbes
 from foreword.router_extras.warm_up import PrefixWarmUp
+from foreword.router_extras.worker_links import workers_of
 from foreword.routing.disaggregation import DisaggregationPolicy
 
 if TYPE_CHECKING:
@@ -53,10 +54,10 @@ class InstalledExtras(RouterExtras):
 
         check_sources(config)
 
-    def watch_sources(self, config: RouterConfig, apply: ApplyReplicas) -> Iterable[Coroutine[Any, Any, None]]:
+    def watch_sources(self, router: Router, apply: ApplyReplicas) -> Iterable[Coroutine[Any, Any, None]]:
         from foreword.router_extras.watched_replicas import watch_sources
 
-        return watch_sources(config, apply)
+        return watch_sources(router, apply)
 
     def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:
         from foreword.router_extras.replica_audit import ReplicaAudit
@@ -107,10 +108,12 @@ class InstalledExtras(RouterExtras):
 
         check(config)
 
-    def run_workers(self, config: Config, serve: Callable[[WorkerParts], int]) -> int:
-        from foreword.router_extras.workers.sharing import run
+    def run_workers(
+        self, config: Config, current: Callable[[bytes], bytes], work: Callable[[Callable[[], Router]], int]
+    ) -> int:
+        from foreword.router_extras.workers.worker_router import run
 
-        return run(config, serve)
+        return run(config, current, work)
 
     def load_tokenizer(self, source: str) -> Tokenizer:
         from foreword.tokens.tokenizer import Tokenizer
@@ -121,8 +124,8 @@ class InstalledExtras(RouterExtras):
         prefixes = router.prefixes
         assert isinstance(prefixes, RouterPrefixes), "the router has those of this package"
         server = router.server_config
-        responses = StoredResponses(parse_bytes(server.response_memory), server.response_ttl)
-        workers = router.workers
+        responses = StoredResponses(parse_bytes(server.response_memory))
+        workers = workers_of(router)
         responses.added = lambda *kept: workers.tell("response", kept)
         responses.removed = lambda *removed: workers.tell("response removed", removed)
         workers.on("response", lambda told: responses.keep(*told))

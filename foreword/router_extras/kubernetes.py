@@ -13,7 +13,7 @@ import os
 import random
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -29,6 +29,7 @@ from foreword.router.replicas import ANY_ADDRESS, CONNECTION_ERRORS, ReplicaSpec
 logger = logging.getLogger(__name__)
 
 _SERVICE: Final = re.compile(r"([a-z0-9][a-z0-9-]{0,62})/([a-z0-9][a-z0-9-]{0,62})(?::([a-z0-9-]{1,15}))?")
+_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _PAGE: Final = 500
 _MAX_SLICES: Final = 10_000
 # etcd stores objects of at most 1.5 MiB; a page of slices is larger.
@@ -52,14 +53,6 @@ def check_services(config: RouterConfig) -> None:
         ServiceSpec.parse(text)
 
 
-async def watch_service(
-    config: RouterConfig, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
-) -> None:
-    """See `RouterExtras.watch_service`."""
-    service, api = ServiceSpec.parse(text), ApiServer(config.kubernetes_api, config.kubernetes_credentials)
-    await ServiceWatch(api, service, lambda found: changed(str(service), found)).run()
-
-
 class ApiError(ForewordError, code="kubernetes_error"):
     """The API server refused a call, or answered something else than the API says."""
 
@@ -79,9 +72,18 @@ class _Conditions(msgspec.Struct):
     terminating: bool | None = None
 
 
+class Pod(msgspec.Struct, frozen=True):
+    """Target of an endpoint: a pod if `kind` is `Pod`."""
+
+    kind: str = ""
+    name: str = ""
+    namespace: str = ""
+
+
 class _Endpoint(msgspec.Struct):
     addresses: list[str]
     conditions: _Conditions | None = None
+    target: Pod | None = msgspec.field(name="targetRef", default=None)
 
 
 class _Port(msgspec.Struct):
@@ -150,23 +152,37 @@ class ServiceSpec:
 
         An endpoint may be in two slices while it moves between them. Pods with addresses of both families count once.
         """
-        family = min((one.family for one in slices.values() if one.endpoints), default="")
         found: dict[ReplicaSpec, bool] = {}
+        for url, endpoint in self._endpoints(slices):
+            spec, conditions = replace(self.replica, url=url), endpoint.conditions or _Conditions()
+            # An unknown state counts as ready.
+            found[spec] = found.get(spec, False) or conditions.ready is not False
+        return found
+
+    def pods(self, slices: Mapping[str, EndpointSlice]) -> dict[str, Pod]:
+        """The pods of these replicas, by URL, as far as they are pods of the Service's namespace."""
+        return {
+            url: endpoint.target
+            for url, endpoint in self._endpoints(slices)
+            if endpoint.target is not None
+            and endpoint.target.kind == "Pod"
+            and endpoint.target.namespace == self.namespace
+            and _NAME.fullmatch(endpoint.target.name)
+        }
+
+    def _endpoints(self, slices: Mapping[str, EndpointSlice]) -> Iterator[tuple[str, _Endpoint]]:
+        family = min((one.family for one in slices.values() if one.endpoints), default="")
         for one in slices.values():
             port = self._port_of(one)
             if one.family != family or port is None:
                 continue
             for endpoint in one.endpoints or ():
-                conditions = endpoint.conditions or _Conditions()
-                if conditions.terminating or not endpoint.addresses:
+                if (endpoint.conditions or _Conditions()).terminating or not endpoint.addresses:
                     continue
                 host = endpoint.addresses[0]
                 url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
                 if url_parts(url) is not None:
-                    spec = replace(self.replica, url=url)
-                    # An unknown state counts as ready.
-                    found[spec] = found.get(spec, False) or conditions.ready is not False
-        return found
+                    yield url, endpoint
 
     def _port_of(self, one: EndpointSlice) -> int | None:
         if self.port is not None and self.port.isdigit():
@@ -222,6 +238,10 @@ class ServiceWatch:
         self._changed = changed
         self._slices: dict[str, EndpointSlice] = {}
         self._version = ""
+
+    def pods(self) -> dict[str, Pod]:
+        """The pods as of the last change, by the URLs of their replicas."""
+        return self._service.pods(self._slices)
 
     async def run(self) -> None:
         pause = _MIN_PAUSE

@@ -15,9 +15,10 @@ from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.decoders import decode_json, decode_object
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.prefixes.book import NamedPrefix
-from foreword.router.passthrough import chosen, foreword_replicas, send_to_all, send_to_one
+from foreword.router.passthrough import send_to_one
 from foreword.router.replicas import CONNECTION_ERRORS
 from foreword.router.service import Router
+from foreword.router_extras.fan_out import chosen, foreword_replicas, send_to_all
 from foreword.router_extras.router_prefixes import PUBLIC_TENANT, NewPrefix, RouterPrefixes
 from foreword.tasks import to_its_end
 from foreword.usage import TokenUsage

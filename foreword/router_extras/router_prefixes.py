@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -32,6 +32,7 @@ from foreword.router.auth import RouterAuth
 from foreword.router.extras import Prefixes
 from foreword.router.replica_body import PATHS, edited, parse_request
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
+from foreword.router_extras.worker_links import workers_of
 
 if TYPE_CHECKING:
     from foreword.router.replica_pool import ReplicaPool
@@ -177,7 +178,7 @@ class RouterPrefixes(Prefixes):
         each replica that has done so."""
         self.registry.put(tenant.name, prefix)
         told = tenant.name, prefix.name, prefix.version, prefix.content, prefix.created
-        await self._router.workers.repeat("prefix", told)
+        await workers_of(self._router).repeat("prefix", told)
         await self.save()
         for upstream in self._router.healthy():
             if upstream.info is not None and upstream.kind != "foreword" and tenant is not PUBLIC_TENANT:
@@ -189,18 +190,22 @@ class RouterPrefixes(Prefixes):
         if problem := await self.save():
             self.registry.put(tenant.name, removed)
             raise StoreUnavailable(f"the prefix is not removed, its file could not be written: {problem}")
-        await self._router.workers.repeat("prefix removed", (tenant.name, name))
+        await workers_of(self._router).repeat("prefix removed", (tenant.name, name))
         return removed
 
     def follow_workers(self) -> None:
         """Register and remove what other workers of this router do."""
 
+        def known() -> Iterator[Any]:
+            for tenant, one in self.registry.all():
+                yield tenant, one.name, one.version, one.content, one.created
+
         def removed(told: list[str]) -> None:
             with suppress(UnknownPrefix):
                 self.registry.remove(*told)
 
-        self._router.workers.on("prefix", lambda told: self.registry.learn(*told))
-        self._router.workers.on("prefix removed", removed)
+        workers_of(self._router).on("prefix", lambda told: self.registry.learn(*told), known)
+        workers_of(self._router).on("prefix removed", removed)
 
     async def save(self) -> str:
         """Write the file. Returns why that failed, "" if it did not."""

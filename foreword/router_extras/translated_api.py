@@ -24,6 +24,7 @@ from foreword.router.passthrough import send_to_one
 from foreword.router.replica_body import ROUTER_FIELDS, TRANSLATED, edited, parse_request
 from foreword.router.service import Router
 from foreword.router_extras.translation import ChatTranslation, chat_request
+from foreword.router_extras.worker_links import workers_of
 
 _COUNTED: Final = dataclasses.replace(DIALECTS["messages"], parse=messages.parse_count)
 
@@ -99,7 +100,7 @@ def _translated(router: Router, dialect: Dialect, kept: StoredResponses) -> Hand
             try:
                 before = kept.get(salt, given.previous)
             except NotFound:  # another worker may have it
-                await router.workers.settle()
+                await workers_of(router).settle()
                 before = kept.get(salt, given.previous)
             given = continued(given, before.messages)
         model = given.model or pool.model

@@ -14,6 +14,7 @@ from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig
 from foreword.router.extras import ApplyReplicas
 from foreword.router.replicas import ReplicaSpec, parse_spec, url_parts
+from foreword.router.service import Router
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,15 @@ def check_sources(config: RouterConfig) -> None:
         read_file(Path(config.replica_file))
 
 
-def watch_sources(config: RouterConfig, apply: ApplyReplicas) -> Iterator[Coroutine[Any, Any, None]]:
+def watch_sources(router: Router, apply: ApplyReplicas) -> Iterator[Coroutine[Any, Any, None]]:
     """See `RouterExtras.watch_sources`."""
+    config = router.config
     if config.replica_file is not None:
         yield _watch_file(Path(config.replica_file), apply)
     for url in config.replica_dns:
         yield _watch_dns(url, apply)
     for text in config.replica_services:
-        yield _watch_service(config, text, apply)
+        yield _watch_service(router, text, apply)
 
 
 def read_file(path: Path) -> list[ReplicaSpec]:
@@ -80,14 +82,14 @@ async def _watch_dns(url: str, apply: ApplyReplicas) -> None:
         await asyncio.sleep(_DNS_SECONDS)
 
 
-async def _watch_service(config: RouterConfig, text: str, apply: ApplyReplicas) -> None:
+async def _watch_service(router: Router, text: str, apply: ApplyReplicas) -> None:
     def changed(service: str, found: Mapping[ReplicaSpec, bool]) -> None:
         unready = {spec.url for spec, ready in found.items() if not ready}
         apply(list(found), f"service {service}", unready)
 
-    from foreword.router_extras.kubernetes import watch_service
+    from foreword.router_extras.pod_costs import watch_service
 
-    await watch_service(config, text, changed)
+    await watch_service(router, text, changed)
 
 
 def _dns_parts(url: str) -> tuple[str, int]:

@@ -94,7 +94,7 @@ class ServerApp(AsgiFront):
         keys = data_keys_of(config.encryption)
         tenants = Tenants.from_config(given, bytes if keys is None else keys.current)
         formats_named(*parser_names(given))
-        responses = StoredResponses(parse_bytes(given.response_memory), given.response_ttl)
+        responses = StoredResponses(parse_bytes(given.response_memory))
         peers = Peers.from_config(config)
         context = ServerContext(admission, tenants, given, WorkQueue(), responses, peers=peers, traces=traces)
         history = MetricsHistory(registry.families)

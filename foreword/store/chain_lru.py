@@ -143,9 +143,9 @@ class ChainLru:
             self._push(slot, tenant)
 
     def move(self, slot: int, parent: Name, depth: int) -> None:
-        """Put a block, whose parent and depth were not known, behind its parent."""
+        """Put a block, whose parent and depth were not known, behind its parent. Nothing if it was removed."""
         before, name = self.parents[slot], self.names[slot]
-        if before != parent:
+        if before != parent and name is not None:
             if before is not None:
                 self._lose_child(before, slot)
             self.parents[slot] = self._add_child(parent) if parent != name else None

@@ -620,16 +620,10 @@ class StoreTier:
 
     def reserve(self, headers: Sequence[Header], deadline: float, *, unread: bool = False) -> ReservedSlots:
         """Slots in a store that reserves them (`Store.reserve`); none if it fails."""
-        return self.attempt(
-            lambda: self.store.reserve(headers, unread=unread, deadline=deadline), ReservedSlots(unread=unread)
-        )
+        return self.attempt(lambda: self.store.reserve(headers, unread=unread, deadline=deadline), ReservedSlots())
 
     def publish(
-        self,
-        reserved: ReservedSlots,
-        headers: Sequence[Header],
-        seconds: float,
-        chosen: Collection[int] | None = None,
+        self, reserved: ReservedSlots, headers: Sequence[Header], seconds: float, chosen: Collection[int] | None = None
     ) -> int:
         """Let the blocks with these headers be found, which are in the slots, or in the chosen ones: it took some seconds to
         write their frames. Returns how many are; none if the store fails, which then takes the slots back."""

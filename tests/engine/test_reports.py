@@ -70,6 +70,15 @@ def test_evicted(engine: Make) -> None:
     assert found.cached_tokens < 60
 
 
+def test_a_history_of_no_tokens(engine: Make) -> None:
+    """Without a history a report does not say that a prefix was evicted: it is not known that it was there."""
+    llm, tokens = engine("llama", kv_memory="128 tokens", history_tokens=0), prompt(60, 1)
+    report(llm, tokens)
+    for seed in range(3):
+        report(llm, prompt(100, 10 + seed))
+    assert report(llm, tokens).reason == "never_seen"
+
+
 def test_shorter_than_block(engine: Make) -> None:
     """A prompt shorter than a block shares nothing, and neither does the last, unfilled block of a longer one."""
     llm = engine("llama", block_size=16, partial_reuse=False)

@@ -51,6 +51,9 @@ class KubernetesApi:
         self.token = ""
         self.refusing = 0
         self.lists = self.watches = self.gone = 0
+        # Annotations of pods, and all patches in order.
+        self.annotations: dict[str, dict[str, str]] = {}
+        self.patches: list[str] = []
         self._changed = asyncio.Event()
         self._writers: list[asyncio.Task[Any]] = []
         self.set_token("first")
@@ -59,6 +62,7 @@ class KubernetesApi:
     async def _start(self) -> str:
         app = web.Application()
         app.router.add_get(PATH, self._get)
+        app.router.add_patch("/api/v1/namespaces/llm/pods/{name}", self._patch)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=_certificate(self.folder)).start()
@@ -116,6 +120,21 @@ class KubernetesApi:
         if request.query["labelSelector"] != "kubernetes.io/service-name=vllm":
             return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": None})
         return await (self._watch(request) if request.query.get("watch") else self._list(request))
+
+    async def _patch(self, request: web.Request) -> web.Response:
+        """A merge patch of a pod's annotations. Pods are those that an endpoint names."""
+        name = request.match_info["name"]
+        if request.headers.get("authorization") != f"Bearer {self.token}":
+            return _status(401, "Unauthorized")
+        if self.refusing:
+            return _status(self.refusing, "refused")
+        pods = {pod.get("targetRef", {}).get("name") for one in self.slices.values() for pod in one["endpoints"] or ()}
+        if name not in pods:
+            return _status(404, "not found")
+        assert request.content_type == "application/merge-patch+json"
+        self.patches.append(name)
+        self.annotations.setdefault(name, {}).update((await request.json())["metadata"]["annotations"])
+        return web.json_response({})
 
     async def _list(self, request: web.Request) -> web.Response:
         """Pages of two, whatever larger limit was asked for."""

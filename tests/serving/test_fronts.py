@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
@@ -13,8 +16,9 @@ import conversations
 import http_client
 import pytest
 from envoy_gateway import free_port
+from otlp_receiver import otlp_receiver
 from router_parts import RouterThread
-from shared_server import ROUTER_KEY, SharedServers, another_server
+from shared_server import ROUTER_KEY, SharedServers, another_server, until
 
 from foreword.api.dialects.answer_reader import check_whole
 from foreword.api.front_contract import Asked, FrontContract, RunningFront, keys
@@ -225,10 +229,8 @@ def picker_front(replica: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     try:
         router.wait_for(1)
         gateway = Gateway(port)
-        from foreword.router_extras.gateway.picker import routes_of
-
         yield RunningFront(
-            routes_of(router.router.routes),
+            router.router.fronts[-1].routes,
             gateway.send,
             BODIES,
             frozenset(PASSED),
@@ -250,6 +252,98 @@ class TestPicker(EncodedBodies):
     @pytest.fixture
     def front(self, picker_front: RunningFront) -> RunningFront:
         return picker_front
+
+
+STREAMED = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+# Method, path, body, and headers besides the key.
+ACCOUNTED: list[tuple[str, str, Any, dict[str, str]]] = [
+    ("POST", "/v1/chat/completions", CHAT, {}),
+    ("POST", "/v1/chat/completions", CHAT, {}),
+    ("POST", "/v1/chat/completions", STREAMED, {}),
+    ("POST", "/v1/completions", BODIES["/v1/completions"], {}),
+    ("POST", "/v1/responses", BODIES["/v1/responses"], {}),
+    ("POST", "/v1/messages", CHAT, {}),
+    ("POST", "/v1/messages", {**CHAT, "max_tokenz": 3}, {}),
+    ("POST", "/v1/chat/completions", {**CHAT, "temperatur": 0}, {}),
+    ("POST", "/v1/chat/completions", b"{", {}),
+    ("POST", "/v1/chat/completions", b" " * (8 << 20), {}),
+    ("POST", "/v1/chat/completions", CHAT, {"content-type": "text/plain"}),
+    ("POST", "/v1/chat/completions?x=1", CHAT, {}),
+    ("POST", "/v1/chat/completions", {**CHAT, "model": "none"}, {}),
+    ("POST", "/v1/chat/completions", CHAT, {"authorization": "Bearer wrong"}),
+    ("POST", "/v2/embed", {"texts": ["a"]}, {}),
+    ("POST", "/v1/completions/", BODIES["/v1/completions"], {}),
+    ("GET", "/v1/models", None, {}),
+    ("GET", "/v1/models/none", None, {}),
+    ("GET", "/v1/unknown", None, {}),
+    ("PUT", "/v1/completions", BODIES["/v1/completions"], {}),
+]
+
+
+def account_of(
+    router: RouterThread, way: str, send: Callable[[str, str, Mapping[str, str], bytes], Asked], given: Any
+) -> dict[str, Any]:
+    """What a front told the client of a request, counted and charged."""
+    method, path, body, more = given
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    headers = {"authorization": f"Bearer {way}-key", "content-type": "application/json", "x-request-id": "one", **more}
+    before = counters(router)
+    answer = send(method, path, headers, data)
+    until(lambda: not router.router.active)
+    counted = {
+        (name, labels.replace(way, "WAY").replace("picker ", ""), number)
+        for (name, labels), number in (counters(router) - before).items()
+    }
+    account = router.router.quotas._accounts.get(way)
+    assert account is not None or answer.status in (401, 404, 405, 307)
+    running = account.running if account is not None else 0
+    said = json.loads(answer.body)["error"] if answer.status >= 400 else None
+    return {"status": answer.status, "error": said, "counted": counted, "running": running}
+
+
+def counters(router: RouterThread) -> Counter[tuple[str, str]]:
+    """Counters of how requests ended, by name and labels."""
+    found: Counter[tuple[str, str]] = Counter()
+    for line in http_client.get(f"{router.url}/metrics").text.splitlines():
+        match = re.match(r"foreword:router_(http_responses|requests|rejected\w*)_total({.*}) (\S+)", line)
+        if match and "/metrics" not in match[2]:
+            found[match[1], match[2]] = round(float(match[3]))
+    return found
+
+
+def test_equal_accounts_at_a_router_and_at_its_picker(replica: str, tmp_path: Path) -> None:
+    """The same request by HTTP and through a gateway: the same status and error, the same counters, the same charge and ledger
+    line, and a span with the same attributes; whether it is served, refused, or knows no path."""
+    pytest.importorskip("grpc")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    port, ledger, ways = free_port(), tmp_path / "usage.jsonl", ("routed", "picked")
+    given = [part for way in ways for part in ("--api-keys", f"{way}={way}-key", "--quota", f"{way} tokens=100000")]
+    given += ["--replica", replica, "--replica-key", ROUTER_KEY, "--tenant-secret", "a secret of the tests"]
+    with otlp_receiver() as receiver:
+        more = ("--picker", f"127.0.0.1:{port}", "--usage-ledger", str(ledger), "--otlp-endpoint", receiver.url)
+        router = RouterThread(*given, *more, "--unknown-fields", "refuse")
+        router.wait_for(1)
+        gateway = Gateway(port)
+        try:
+            for one in ACCOUNTED:
+                routed, picked = (
+                    account_of(router, way, send, one)
+                    for way, send in zip(ways, (http(router.url), gateway.send), strict=True)
+                )
+                assert routed == picked, one[:3]
+                assert routed["counted"] and not routed["running"]
+        finally:
+            gateway.close()
+            router.kill()
+    lines = [json.loads(line) for line in ledger.read_bytes().splitlines()]
+    of = [[{**one, "tenant": "", "time": 0, "seconds": 0} for one in lines if one["tenant"] == way] for way in ways]
+    assert of[0] == of[1] and {one["status"] for one in of[0]} >= {200, 400, 404, 415}
+    assert sum(one["usage"]["output"] for one in of[0] if one["status"] == 200) > 0
+    spans = [
+        [one.attributes for one in sorted(receiver.spans, key=lambda one: one.start) if one.name == f"{name} request"]
+        for name in ("router", "picker")
+    ]
+    assert spans[0] == spans[1] and len(spans[0]) == len(of[0])
 
 
 SEEDS = 160

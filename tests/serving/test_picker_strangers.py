@@ -93,7 +93,7 @@ def test_calls_that_are_cancelled_at_once(port: int) -> None:
 
 
 CALLEES: list[tuple[str, str, str]] = [
-    ("foreword.router_extras.gateway.picker", "Picker", "admit"),
+    ("foreword.api.front", "Front", "admit"),
     ("foreword.router_extras.gateway.picker", "Picker", "pick"),
     ("foreword.router_extras.gateway.exchange", "Accounting", "answered"),
     ("foreword.router.replica_pool", "ReplicaPool", "query"),
@@ -130,7 +130,7 @@ def test_each_callee_raises_for_one_of_two(
             victim = Exchange(port)
             answers = [victim.first, victim.end()] if callee != "admit" else [victim.first]
         assert raised and "immediate_response" in answers[-1] and "internal_error" in answers[-1]
-        assert [one for one in caplog.records if "of a gateway failed" in one.getMessage() and one.exc_info]
+        assert [one for one in caplog.records if "/v1/completions failed" in one.getMessage() and one.exc_info]
         for other in filter(None, (under_way, Exchange(port))):
             assert "x-gateway-destination-endpoint" in other.end()
 

@@ -4,19 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from router_parts import _config
 
+from foreword.api.dialects.decode import Limits
+from foreword.api.front import ByteStream
+from foreword.api.routes import JsonBody
 from foreword.router.app import create_front
 from foreword.router.replica_pool import ReplicaPool, key_model
 from foreword.router.replicas import ReplicaBreaker, ReplicaEvents, ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.service import Router
-from foreword.router_extras.gateway.picker import DESTINATION, PREFILL, Picker, RequestHead
+from foreword.router_extras.gateway.picker import DESTINATION, PREFILL, Picker
 from foreword.routing.event_feed import KvEventFeed
 
 TOKENS = list(range(1, 2001))
 BLOCK = 16
+
+
+class Asked:
+    """A request whose body was read."""
+
+    method, query, address = "POST", "", None
+    headers: Mapping[str, str] = MappingProxyType({"content-type": "application/json"})
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def arrived(self, limit: int) -> bytes | None:
+        raise NotImplementedError
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        raise NotImplementedError
+
+    def watch(self) -> None:
+        raise NotImplementedError
+
+    async def open(self, status: int, headers: Mapping[str, str], at_once: bool) -> ByteStream:
+        raise NotImplementedError
 
 
 class Fleet:
@@ -67,10 +94,11 @@ class Fleet:
             try:
                 raw = json.dumps(body).encode()
                 create_front(self.router)
-                headers = {":method": "POST", ":path": path, "content-type": "application/json"}
-                head = RequestHead.of(headers, self.picker.routes)
-                _, tenant = self.picker.admit(head)
-                answer = await self.picker.pick(head, tenant, raw)
+                call = self.picker.front.begin(Asked(path)).call
+                assert call.route is not None and isinstance(call.route.body, JsonBody)
+                self.picker.front.admit(call, call.route)
+                call.body = call.route.body.parse(raw, Limits())
+                answer = await self.picker.pick(call)
                 assert answer.placed is not None
                 self.pool.finished(answer.placed[1], None, None)
                 return answer

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import http_client
+import msgspec
 import pytest
 from kubernetes_api import KubernetesApi, endpoint, endpoint_slice
 from router_parts import Loop, RouterThread
 from shared_server import until
 from test_router_faults import Scripted
+
+from foreword.router_extras.kubernetes import ApiServer, EndpointSlice, ServiceSpec
+from foreword.router_extras.pod_costs import ANNOTATION, PodCosts
 
 READY = endpoint("127.0.0.1", ready=True, serving=True, terminating=False)
 
@@ -113,3 +118,40 @@ def test_nothing_is_missed(loop: Loop, tmp_path: Path) -> None:
         }
         until(lambda: set(listed(router)) == expected)
         assert api.lists > 1 and api.watches > 1
+
+
+def test_what_pods_hold(loop: Loop, tmp_path: Path) -> None:
+    """A pod's annotation says how many blocks its replica holds. A small change is not written, a pod of another namespace is
+    left alone, and what the API server refuses is tried again."""
+    api = KubernetesApi(loop, tmp_path)
+    pods = [
+        {**endpoint(f"10.0.0.{number}"), "targetRef": {"kind": "Pod", "name": f"vllm-{number}", "namespace": namespace}}
+        for number, namespace in ((1, "llm"), (2, "llm"), (3, "other"), (4, "llm"))
+    ]
+    pods[3]["conditions"] = {"terminating": True}
+    one = endpoint_slice("vllm-1", 8000, *pods)
+    api.put(one)
+    service = ServiceSpec.parse("llm/vllm:http")
+    found = service.pods({"vllm-1": msgspec.convert(one, EndpointSlice)})
+    assert {url: pod.name for url, pod in found.items()} == {
+        "http://10.0.0.1:8000": "vllm-1",
+        "http://10.0.0.2:8000": "vllm-2",
+    }
+    held = {"http://10.0.0.1:8000": 100, "http://10.0.0.2:8000": 1 << 40}
+    server = ApiServer(api.url, str(api.folder))
+    costs = PodCosts(server, lambda: found, held.__getitem__)
+
+    async def write() -> None:
+        async with server.session() as session:
+            await costs.write(session)
+
+    asyncio.run(write())
+    assert api.annotations == {"vllm-1": {ANNOTATION: "100"}, "vllm-2": {ANNOTATION: str((1 << 31) - 1)}}
+    held["http://10.0.0.1:8000"] = 109
+    asyncio.run(write())
+    assert api.patches == ["vllm-1", "vllm-2"]
+    held["http://10.0.0.1:8000"], api.refusing = 40, 403
+    asyncio.run(write())
+    api.refusing = 0
+    asyncio.run(write())
+    assert api.annotations["vllm-1"] == {ANNOTATION: "40"} and api.patches[2:] == ["vllm-1"]

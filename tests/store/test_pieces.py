@@ -199,7 +199,7 @@ elif step == "rename":
 elif step == "settle":
     store._writer._settle = lambda deadline: os._exit(9)
 elif step == "entry":
-    pieces.free_removed = lambda *more: os._exit(9)
+    pieces._punch = lambda *more: os._exit(9)
     store.delete([one.name for one in make_frames(6, 4, 5000)[1:2]], deadline=soon())
 store.put(make_frames(7, 9, 5000), deadline=soon())
 """
@@ -291,13 +291,22 @@ def test_a_device_has_pieces_by_default(tmp_path: Path) -> None:
         assert len(pieces_of(folder)) == files
 
 
-def test_a_table_is_a_page(tmp_path: Path) -> None:
-    """However short blocks are, the table of their piece is read with one page: a piece has at most 85 of them."""
-    frames = make_frames(13, 200, 300)
-    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
-        assert store.put(frames, deadline=soon()) == 200 and read(store, frames) == whole(frames)
-    counts = [int.from_bytes(path.read_bytes()[8:12], "little") for path in pieces_of(tmp_path)]
-    assert sorted(counts) == [30, 85, 85]
+@pytest.mark.parametrize("size", [4 << 10, 16 << 10, 64 << 10])
+def test_files_per_gib(tmp_path: Path, size: int) -> None:
+    """Blocks of 4 KiB and more that come together in writes of 8 MiB are at most 256 files per GiB, with tables of any length,
+    and each block can be read and removed by itself, in any order."""
+    count, draw = min((8 << 20) // size, 1024), random.Random(size)
+    frames = make_frames(13, count, size - HEADER_BYTES)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=8 << 20)) as store:
+        assert store.put(frames, deadline=soon()) == count and read(store, frames) == whole(frames)
+        assert len(pieces_of(tmp_path)) * (1 << 30) <= 256 * count * size
+        left = frames[:]
+        for number in range(40):
+            one = left.pop(draw.randrange(len(left)) if number % 2 else -1)
+            assert store.delete([one.name], deadline=soon()) == 1
+        assert read(store, left) == whole(left) and not any(read(store, [one for one in frames if one not in left]))
+        assert held(tmp_path) <= len(left) * size + len(pieces_of(tmp_path)) * (64 << 10)
+        assert store.delete(names_of(left), deadline=soon()) == len(left) and not pieces_of(tmp_path)
 
 
 def test_a_file_beside_a_piece_is_deleted_with_it(tmp_path: Path) -> None:

@@ -29,14 +29,46 @@ enableServiceLinks: false
 {{- end }}
 {{- end }}
 
+{{- /* The security contexts of pods and containers. The user is that of the chart's images; an image of vLLM has root, which a
+server does not need. Argument: further fields, which go first. */}}
 {{- define "foreword.podSecurity" -}}
-runAsNonRoot: true
-seccompProfile: {type: RuntimeDefault}
+{{- $own := dict "runAsNonRoot" true "runAsUser" 65532 "runAsGroup" 65532 "fsGroup" 65532 "fsGroupChangePolicy" "OnRootMismatch" "seccompProfile" (dict "type" "RuntimeDefault") }}
+{{- mergeOverwrite $own (. | default dict) | toYaml }}
 {{- end }}
 
 {{- define "foreword.containerSecurity" -}}
-allowPrivilegeEscalation: false
-capabilities: {drop: [ALL]}
+{{- $own := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true "capabilities" (dict "drop" (list "ALL")) }}
+{{- mergeOverwrite $own (. | default dict) | toYaml }}
+{{- end }}
+
+{{- /* Spreads the pods of a workload over nodes and zones, where there is room. Arguments: its selector, and further fields of the
+pod, which may say otherwise. */}}
+{{- define "foreword.spread" -}}
+{{- if not (hasKey (.pod | default dict) "topologySpreadConstraints") -}}
+topologySpreadConstraints:
+{{- range list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+- maxSkew: 1
+  topologyKey: {{ . }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels: {{- $.selector | nindent 6 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* One pod may leave at a time. A pod that is not ready may always: a drain must not wait for one that never will be.
+Arguments: root, name, selector. */}}
+{{- define "foreword.disruptions" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ .name }}
+  labels: {{- include "foreword.labels" .root | nindent 4 }}
+spec:
+  maxUnavailable: 1
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{- .selector | nindent 6 }}
 {{- end }}
 
 {{- /* A size as bytes: 200GiB and 500MB, as in the URLs of stores, or 220Gi and 500M, as in Kubernetes. */}}

@@ -12,24 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
-from urllib.parse import unquote
-
-import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
-from foreword.api.errors import CLIENT_GONE, internal_error_response, openai_error
-from foreword.api.front import Handler
-from foreword.api.outcomes import Access, log_request, outcome_of_status
-from foreword.api.quotas import Admitted
-from foreword.api.routes import Meter, Route
+from foreword.api.errors import CLIENT_GONE
+from foreword.api.front import Answer, ByteStream, Call, Ending
 from foreword.api.sse import DONE, EventParser
-from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed, RequestEnded
 from foreword.router.attempt import Attempt
-from foreword.router.passthrough import listed_models
 from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replicas import clock, is_refusal
 from foreword.router.service import Router
@@ -38,17 +31,19 @@ from foreword.router_extras.gateway.picker import (
     DESTINATION,
     FAULTS_OF_CLIENTS,
     PICK,
+    PICK_SECONDS,
     ROUTE,
-    Answer,
+    Pick,
     Picker,
-    RequestHead,
+    generates,
 )
-from foreword.tasks import log_failure
 from foreword.usage import TokenUsage
 
 logger = logging.getLogger(__name__)
 
 _MAX_WHOLE_BYTES: Final = 16 << 20
+# The usage is in the last event of a stream, or before one or two that end it.
+_LAST_EVENTS: Final = 4
 # A gateway's own time limit for an answer is short, so that a hanging picker costs little; it is asked for more after this.
 _ASK_FOR_TIME_SECONDS: Final = 0.05
 _MORE_SECONDS: Final = 1
@@ -74,6 +69,8 @@ class ObservedResponse:
         self._reader = AnswerReader()
         self._parser = EventParser()
         self._whole = bytearray()
+        # Events behind the first token are not read until the end, and then only those that may have the usage.
+        self._last: deque[bytes] = deque(maxlen=_LAST_EVENTS)
 
     def feed(self, data: bytes) -> bool:
         """Take the next bytes. True if the first token is among them."""
@@ -84,9 +81,13 @@ class ObservedResponse:
         begins = False
         with suppress(ReplicaFailed):
             for event in self._parser.feed(data):
-                if event.data and event.data != DONE:
-                    self.events += 1
-                    begins = self._read(event.data) or begins
+                if not event.data or event.data == DONE:
+                    continue
+                self.events += 1
+                if self._begun:
+                    self._last.append(event.data)
+                else:
+                    begins = self._read(event.data)
         return begins
 
     def _read(self, data: bytes) -> bool:
@@ -100,8 +101,8 @@ class ObservedResponse:
 
     def counts(self) -> UsageCounts:
         """The counts in the usage, once the response is complete; None where there are none."""
-        if not self.streams:
-            self._read(bytes(self._whole))
+        for data in self._last if self.streams else (bytes(self._whole),):
+            self._read(data)
         return self._reader.counts
 
 
@@ -109,57 +110,43 @@ _MAX_PAUSE: Final = 5.0
 
 
 class Accounting:
-    """A request that counts as running until `end`. Raises RateLimited if its tenant may send no more.
+    """A request of a gateway, from its arrival to the end of its response: what the front's `Ending` does not know of it.
 
     Attributes:
+        call: the request.
         observed: its response is being observed.
     """
 
-    def __init__(self, router: Router, head: RequestHead, route: Route[Handler], tenant: Tenant) -> None:
-        self._router, self._head, self._tenant = router, head, tenant
-        self._began = clock()
-        self._admitted: Admitted | None = None
-        if route.meter is not Meter.FREE:
-            self._admitted = router.quotas.admit(tenant.name, self._began)
+    def __init__(self, router: Router, ending: Ending) -> None:
+        self._router, self._ending, self.call = router, ending, ending.call
         self._placed: tuple[RoutedRequest, Attempt] | None = None
-        self._answer: Answer | None = None
+        self._pick: Pick | None = None
         self._response: ObservedResponse | None = None
         self._status = CLIENT_GONE
-        self._ended = False
-        self._usage = TokenUsage()
         self.observed = False
-        router.picked += 1
 
-    def answered(self, answer: Answer) -> None:
+    def answered(self, pick: Pick) -> None:
         """The gateway gets the answer, and sends the request there."""
-        self._answer, self._placed = answer, answer.placed
+        self._pick, self._placed = pick, pick.placed
         if self._placed is not None:
             routed, attempt = self._placed
+            self.call.replica = attempt.upstream.url
             if not routed.request.stream:
                 routed.pool.expect_first_token(attempt)
 
-    def refused(self, error: ForewordError) -> None:
-        """The gateway gets an error, to send to the client."""
-        self._router.metrics.rejected(self._tenant.name, error.code)
-        self.end_with(error.status)
-
-    @property
-    def request_id(self) -> str:
-        return self._head.id
-
-    def end_with(self, status: int) -> None:
-        """The request is over, with this status."""
-        self._status = status
+    def end_with(self, status: int, error: BaseException | None = None) -> None:
+        """The request is over, with this status, or with this error."""
+        self._status, self._ending.error = status, error
         self.end()
 
     def response(self, status: int, headers: Mapping[str, str], served: str) -> None:
         """The head of the response came, from the endpoint `served`; empty if the gateway does not say."""
         self._status = status
-        if self._placed is None or self._answer is None:
+        if self._placed is None or self._pick is None:
             return
         routed, attempt = self._placed
         router, upstream = self._router, attempt.upstream
-        if served and served != self._answer.endpoints.partition(",")[0]:
+        if served and served != self._pick.endpoints.partition(",")[0]:
             self._judge(routed, attempt)
             router.failed(upstream, f"the gateway used {served} instead")
         elif status == 200:
@@ -174,60 +161,41 @@ class Accounting:
 
     def data(self, piece: bytes) -> None:
         """The next bytes of the response."""
-        if self._placed is None or self._answer is None or self._response is None:
+        if self._placed is None or self._response is None:
             return
         routed, attempt = self._placed
         if self._response.feed(piece):
-            attempt.begun, attempt.first_token_at = True, clock()
+            now = attempt.first_token_at = clock()
+            attempt.begun, self.call.first_token_at = True, lambda: now
             routed.pool.first_token(attempt)
-            self._router.first_token(attempt.upstream, attempt.first_token_at - self._began)
+            self._router.first_token(attempt.upstream, now - self.call.arrived)
 
     def complete(self) -> None:
         """The response came to its end."""
-        if self._placed is not None and self._answer is not None and self._response is not None:
+        if self._placed is not None and self._response is not None:
             routed, attempt = self._placed
             counts = self._response.counts()
-            self._charge(counts.usage if counts.usage.charged else self._seen(routed))
+            self._charge(routed, counts.usage if counts.usage.charged else self._seen(routed))
             routed.finished(attempt, counts)
             self._placed = None
         self.end()
 
     def end(self) -> None:
         """The request is over: its response is complete, its client left, or its replica broke. May be called again."""
-        if self._ended:
-            return
-        self._ended = True
         if self._placed is not None:
+            routed = self._placed[0]
             self._status = CLIENT_GONE if self._status < 500 else self._status
-            self._charge(self._seen(self._placed[0]))
+            self._charge(routed, self._seen(routed))
             self._judge(*self._placed)
             self._give_up()
-        router, head = self._router, self._head
-        router.picked -= 1
-        if self._admitted is not None:
-            router.quotas.finish(self._admitted)
-        if head.outcome:
-            router.metrics.outcome(head.outcome, outcome_of_status(self._status))
-        router.metrics.response(f"picker {head.route.shown_path if head.route else 'unknown'}", self._status)
-        seconds = clock() - self._began
-        replica = "" if self._placed is None else self._placed[1].upstream.url
-        log_request(
-            *(head.method, head.path, self._status, seconds, head.id), Access(self._tenant.name, self._usage, replica)
-        )
-        if router.ledger is not None and self._admitted is not None and head.route is not None:
-            router.ledger.note(head.id, self._tenant.name, head.route.name, self._status, seconds, self._usage)
-        if head.span is not None:
-            head.span.note({"http.response.status_code": self._status})
-            head.span.end(f"status {self._status}" if self._status >= 500 else "")
+        self._ending.end(self._status)
 
     def _seen(self, routed: RoutedRequest) -> TokenUsage:
         """The tokens seen of the answer, and of the prompt, which is computed before it."""
         return TokenUsage(routed.prompt.count, self._response.events if self._response is not None else 0)
 
-    def _charge(self, usage: TokenUsage) -> None:
-        if self._admitted is not None and self._placed is not None:
-            self._usage = self._placed[0].named(usage)
-            self._router.quotas.charge(self._admitted, usage.charged, clock())
+    def _charge(self, routed: RoutedRequest, usage: TokenUsage) -> None:
+        self.call.charge(routed.named(usage))
 
     def _judge(self, routed: RoutedRequest, attempt: Attempt) -> None:
         """The response failed, or the client left: find out whether replicas that may have had the request have died."""
@@ -248,7 +216,7 @@ class Exchanges:
     """State that the exchanges share: the picker, and answers whose responses are observed elsewhere."""
 
     def __init__(self, picker: Picker) -> None:
-        self.picker = picker
+        self.picker, self.front = picker, picker.front
         self.answered: dict[str, Accounting] = {}
         self._knows_replicas = False
 
@@ -259,11 +227,9 @@ class Exchanges:
         self._knows_replicas = self._knows_replicas or router.auth.has_tenants or router.ready() is None
         return self._knows_replicas
 
-    def unexpected(self, request_id: str, error: Exception) -> None:
-        """Something raised for this request that no code expects."""
-        if type(error).__name__ not in FAULTS_OF_CLIENTS:
-            self.picker.router.metrics.unexpected(error)
-            logger.error("request %s of a gateway failed", request_id, exc_info=error)
+    def unexpected(self, call: Call, error: Exception) -> Answer | None:
+        """The answer where something raised that no code expects; None if it was the client's fault."""
+        return None if type(error).__name__ in FAULTS_OF_CLIENTS else self.front.unexpected(call, error)
 
     async def process(self, requests: AsyncIterator[Any], context: Any) -> None:
         """The method `ExternalProcessor.Process`. `context` is that of `grpc.aio`."""
@@ -290,13 +256,15 @@ class Exchanges:
                 if _observed(accounting, message):
                     return
         except Exception as error:
-            self.unexpected(accounting.request_id, error)
+            self.unexpected(accounting.call, error)
             raise
         finally:
             accounting.end()
 
 
 class _Exchange:
+    """Stream of a gateway about one request: the front's `Exchange`, whose body comes in messages."""
+
     def __init__(
         self, shared: Exchanges, requests: AsyncIterator[Any], first: Any, write: Callable[[Any], Awaitable[None]]
     ) -> None:
@@ -304,62 +272,91 @@ class _Exchange:
         self._requests = requests
         self._write = write
         self._first = first
-        self._head = RequestHead.of(
-            envoy.headers_of(first.request_headers), shared.picker.routes, shared.picker.router.tracer
-        )
-        self._accounting: Accounting | None = None
-        self._answer: Answer | None = None
-        self._body = shared.picker.router.bodies.hold()
+        self.headers: Mapping[str, str] = envoy.headers_of(first.request_headers)
+        self.method = self.headers.get(":method", "GET")
+        self.path, _, self.query = self.headers.get(":path", "/").partition("?")
+        self.address: str | None = None
+        self._pick: Pick | None = None
+        self._asking: asyncio.Future[None] | None = None
         self._trailers = False
         config = first.protocol_config
         self._duplex = config.request_body_mode == envoy.FULL_DUPLEX_STREAMED
         self._buffered = config.request_body_mode == envoy.BUFFERED
         self._duplex_response = config.response_body_mode == envoy.FULL_DUPLEX_STREAMED
         self._sees_response = config.response_body_mode != 0
+        self._accounting = Accounting(shared.picker.router, shared.front.begin(self))
+        self._call = self._accounting.call
+
+    # What the front asks for
+
+    def arrived(self, limit: int) -> bytes | None:
+        """The body never comes with the head."""
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body. Raises BadRequest if it does not come to its end."""
+        if self._first.request_headers.end_of_stream:
+            return
+        if not self._duplex and not self._buffered:
+            raise ConfigError("The gateway must send bodies: request_body_mode BUFFERED or FULL_DUPLEX_STREAMED")
+        if self._buffered:
+            # The headers wait in the gateway until the body was answered.
+            await self._write(envoy.ProcessingResponse(request_headers={}))
+        async for message in self._requests:
+            if message.HasField("request_trailers"):
+                self._trailers = True
+                return
+            yield message.request_body.body
+            if message.request_body.end_of_stream:
+                return
+        raise BadRequest("The body did not arrive to its end")
+
+    def watch(self) -> None:
+        """The stream ends if the client leaves, and with it the call."""
+
+    async def open(self, status: int, headers: Mapping[str, str], at_once: bool) -> ByteStream:
+        """Nothing is streamed to the client from here."""
+        raise NotImplementedError
 
     async def run(self) -> None:
+        accounting, call, front = self._accounting, self._call, self._shared.front
         try:
             await self._request()
         except ForewordError as error:
-            if self._accounting is not None:
-                self._accounting.refused(error)
-            await self._write(self._refusal(error))
+            answer = front.refusal(call, error)
+            accounting.end_with(answer.status, error)
+            await self._write(self._immediate(answer))
             return
         except Exception as error:  # the edge of one request
-            if type(error).__name__ in FAULTS_OF_CLIENTS:
+            if (unknown := self._shared.unexpected(call, error)) is None:
                 raise
-            self._shared.unexpected(self._head.id, error)
-            unknown = internal_error_response(self._head.id)
-            if self._accounting is not None:
-                self._accounting.end_with(unknown.status)
-            await self._write(self._immediate(unknown.status, unknown.body, unknown.headers))
+            accounting.end_with(unknown.status, error)
+            await self._write(self._immediate(unknown))
             return
-        if self._accounting is None or self._answer is None:
+        if self._pick is None:
             return
         async for message in self._requests:
-            self._observe(self._accounting, message)
-            answer = self._response_answer(message)
-            if answer is not None:
-                await self._write(answer)
+            self._observe(accounting, message)
+            response = self._response_answer(message)
+            if response is not None:
+                await self._write(response)
 
     def _observe(self, accounting: Accounting, message: Any) -> None:
         """Take a message about the response. What that raises is no reason to end a response that is right."""
         try:
             _observed(accounting, message)
         except Exception as error:  # noqa: BLE001 - the edge of one request
-            self._shared.unexpected(self._head.id, error)
+            self._shared.unexpected(self._call, error)
             accounting.end()
 
     def close(self) -> None:
         """The gateway closed the stream, or it was ended here."""
-        self._body.release()
-        accounting, answer = self._accounting, self._answer
-        if accounting is None or accounting.observed:
+        accounting, pick = self._accounting, self._pick
+        if accounting.observed:
             return
-        if answer is None or self._sees_response:
+        if pick is None or self._sees_response:
             accounting.end()
         else:
-            asyncio.get_running_loop().call_later(UNOBSERVED_SECONDS, self._unobserved, answer.name, accounting)
+            asyncio.get_running_loop().call_later(UNOBSERVED_SECONDS, self._unobserved, pick.name, accounting)
 
     def _unobserved(self, name: str, accounting: Accounting) -> None:
         self._shared.answered.pop(name, None)
@@ -370,51 +367,52 @@ class _Exchange:
 
     async def _request(self) -> None:
         """Answer the messages of the request. Raises ForewordError for a request that gets an error."""
-        picker, head = self._shared.picker, self._head
-        route, tenant = picker.admit(head)
-        self._accounting = Accounting(picker.router, head, route, tenant)
-        if head.lists_models:
-            listed = listed_models(picker.router, unquote(head.path.removeprefix("/v1/models").strip("/")))
-            await self._write(self._immediate(200, msgspec.json.encode(listed), {}))
-            self._accounting.response(200, {}, "")
+        picker, call = self._shared.picker, self._call
+        if call.route is None:
+            await self._answer(self._shared.front.no_route(call))
             return
-        if not head.generates:
-            answer = await picker.anywhere(head, tenant, self._allowed())
-            self._told(self._accounting, answer)
-            await self._write(self._with_headers(answer))
-            return
-        if self._first.request_headers.end_of_stream:
-            raise BadRequest("The request has no body")
-        if not self._duplex and not self._buffered:
-            raise ConfigError("The gateway must send bodies: request_body_mode BUFFERED or FULL_DUPLEX_STREAMED")
-        if self._buffered:
-            # The headers wait in the gateway until the body was answered.
-            await self._write(envoy.ProcessingResponse(request_headers={}))
-        await self._read_body()
-        await self._decide(tenant, self._accounting)
+        self._shared.front.admit(call, call.route)
+        picker.check(call)
+        await self._shared.front.read(call, call.route)
+        if generates(call):
+            await self._decide()
+        elif call.route.method == "GET":  # the router itself knows the answer
+            reply = await call.route.handler(call)
+            await self._answer(reply if isinstance(reply, Answer) else Answer.json(reply))
+        else:
+            pick = await picker.anywhere(call, self._allowed())
+            self._told(pick)
+            await self._write(self._with_headers(pick))
 
-    async def _decide(self, tenant: Tenant, accounting: Accounting) -> None:
-        picker, raw = self._shared.picker, bytes(self._body.data)
-        work = asyncio.ensure_future(picker.pick(self._head, tenant, raw, self._allowed()))
+    async def _answer(self, answer: Answer) -> None:
+        """Give the client this answer."""
+        self._accounting.end_with(answer.status)
+        await self._write(self._immediate(answer))
+
+    async def _decide(self) -> None:
+        picker, call, raw = self._shared.picker, self._call, self._call.raw
+        timer = (
+            asyncio.get_running_loop().call_later(_ASK_FOR_TIME_SECONDS, self._ask_for_time) if self._buffered else None
+        )
         try:
-            if self._buffered:
-                await asyncio.wait((work,), timeout=_ASK_FOR_TIME_SECONDS)
-                if not work.done():
-                    more = envoy.ProcessingResponse()
-                    more.override_message_timeout.FromSeconds(int(picker.router.config.picker_timeout) + _MORE_SECONDS)
-                    await self._write(more)
-            answer = await work
-        except BaseException:
-            if work.cancel():
-                log_failure(work, f"placing request {self._head.id}, whose client has left,")
-            elif not work.cancelled() and work.exception() is None:
-                accounting.answered(work.result())  # it was placed just now
-            raise
-        self._told(accounting, answer)
-        await self._write(self._with_headers(answer))
+            pick = await picker.pick(call, self._allowed())
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if self._asking is not None:
+                await self._asking  # one message is written at a time
+        self._told(pick)
+        await self._write(self._with_headers(pick))
         if self._duplex:
-            for piece in self._pieces(raw if answer.body is None else answer.body):
+            for piece in self._pieces(raw if pick.body is None else pick.body):
                 await self._write(piece)
+        call.release_body()
+
+    def _ask_for_time(self) -> None:
+        more = envoy.ProcessingResponse()
+        seconds = int(PICK_SECONDS) + _MORE_SECONDS
+        more.override_message_timeout.FromSeconds(seconds)
+        self._asking = asyncio.ensure_future(self._write(more))
 
     def _allowed(self) -> frozenset[str] | None:
         """The endpoints that the gateway allows, as a list or separated by commas; None for all."""
@@ -423,44 +421,30 @@ class _Exchange:
             return None
         return frozenset(str(one).strip() for one in (among.split(",") if isinstance(among, str) else among))
 
-    def _told(self, accounting: Accounting, answer: Answer) -> None:
-        self._answer = answer
-        accounting.answered(answer)
+    def _told(self, pick: Pick) -> None:
+        self._pick = pick
+        self._accounting.answered(pick)
         if not self._sees_response:
-            self._shared.answered[answer.name] = accounting
-
-    async def _read_body(self) -> None:
-        """Raises BodyTooLarge, QueueFull, or BadRequest for a body that comes too slowly or not to its end."""
-        router = self._shared.picker.router
-        await router.bodies.fill(self._body, self._pieces_of_body(), 0, router.limits().body_bytes)
-
-    async def _pieces_of_body(self) -> AsyncIterator[bytes]:
-        async for message in self._requests:
-            if message.HasField("request_trailers"):
-                self._trailers = True
-                return
-            yield message.request_body.body
-            if message.request_body.end_of_stream:
-                return
-        raise BadRequest("The body did not arrive to its end")
+            self._shared.answered[pick.name] = self._accounting
 
     # Answers
 
-    def _with_headers(self, answer: Answer) -> Any:
+    def _with_headers(self, pick: Pick) -> Any:
         """The answer that carries the changes of the headers, and of a body that came at once."""
-        message, headers = envoy.ProcessingResponse(), dict(answer.headers)
-        if self._buffered and self._head.generates:
+        message, headers = envoy.ProcessingResponse(), dict(pick.headers)
+        if self._buffered and generates(self._call):
             common = message.request_body.response
-            if answer.body is not None:
-                common.body_mutation.body = answer.body
-                if "content-length" in self._head.headers:
+            if pick.body is not None:
+                common.body_mutation.body = pick.body
+                if "content-length" in self.headers:
                     # Envoy refuses a body of another length than this header says.
-                    headers["content-length"] = str(len(answer.body))
+                    headers["content-length"] = str(len(pick.body))
         else:
             common = message.request_headers.response
         envoy.mutate(common.header_mutation, headers)
-        if answer.endpoints:
-            message.dynamic_metadata.update({"envoy.lb": {DESTINATION: answer.endpoints}})
+        if pick.endpoints:
+            fields = message.dynamic_metadata.fields["envoy.lb"].struct_value.fields
+            fields[DESTINATION].string_value = pick.endpoints
         return message
 
     def _pieces(self, body: bytes) -> list[Any]:
@@ -478,8 +462,8 @@ class _Exchange:
         """The answer to a message about the response: the client gets the reason of the decision, and all bytes."""
         answer = envoy.ProcessingResponse()
         if message.HasField("response_headers"):
-            assert self._answer is not None
-            envoy.mutate(answer.response_headers.response.header_mutation, {ROUTE: self._answer.headers.get(ROUTE)})
+            assert self._pick is not None
+            envoy.mutate(answer.response_headers.response.header_mutation, {ROUTE: self._pick.headers.get(ROUTE)})
             return answer
         bodies = {"response_body": self._duplex_response, "request_body": self._duplex}
         kind = next(filter(message.HasField, (*bodies, "response_trailers", "request_trailers")), None)
@@ -492,20 +476,12 @@ class _Exchange:
             piece.body, piece.end_of_stream = given.body, given.end_of_stream
         return answer
 
-    def _refusal(self, error: ForewordError) -> Any:
-        router = self._shared.picker.router
-        seconds = error.retry_after or router.retry_after()
-        respond = self._head.route.errors if self._head.route is not None else openai_error
-        made = respond(error, seconds, self._head.id)
-        return self._immediate(made.status, made.body, made.headers)
-
-    def _immediate(self, status: int, body: bytes, headers: Mapping[str, str]) -> Any:
+    def _immediate(self, answer: Answer) -> Any:
         """A whole response, for the client."""
         message = envoy.ProcessingResponse()
-        message.immediate_response.status.code = status
-        message.immediate_response.body = body
-        own: dict[str, str | None] = {"content-type": "application/json", **headers, "x-request-id": self._head.id}
-        envoy.mutate(message.immediate_response.headers, own)
+        message.immediate_response.status.code = answer.status
+        message.immediate_response.body = answer.body
+        envoy.mutate(message.immediate_response.headers, {**answer.headers, **self._call.own_headers()})
         return message
 
 

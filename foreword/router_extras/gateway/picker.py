@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from foreword.api.dialects.decode import as_utf8
 from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
-from foreword.api.front import Handler
-from foreword.api.outcomes import request_id_from
+from foreword.api.front import Call, Front, Handler
 from foreword.api.request import GenerateRequest
-from foreword.api.request_bodies import check_media_type, declared_length
+from foreword.api.request_bodies import declared_length
 from foreword.api.rights import credentials
-from foreword.api.routes import NO_BODY, JsonBody, Route, Routes
+from foreword.api.routes import NO_BODY, Routes
 from foreword.api.tenants import SALT_HEADER, Tenant
 from foreword.blocks.salt import Salt
 from foreword.config import ip_address
-from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed
-from foreword.observability.tracing import Span, Tracer
+from foreword.errors import NoReplica, QueueFull, ReplicaFailed
 from foreword.router.attempt import Attempt, as_header
+from foreword.router.completions import check_fields
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replica_body import TRANSLATED, replica_body
@@ -33,6 +31,7 @@ from foreword.router.suspicious import SuspiciousRequest
 from foreword.router_extras.translation import chat_request
 
 _FRESH_SECONDS: Final = 5.0
+PICK_SECONDS: Final = 10.0  # that a gateway's request may wait until a replica is chosen
 _RESOLVE_SECONDS: Final = 2.0
 
 
@@ -85,44 +84,7 @@ _NONE_ALLOWED: Final = "None of the endpoints that the gateway allows takes requ
 
 
 @dataclass(frozen=True, slots=True)
-class RequestHead:
-    """The head of a client's request. `path` is without the query; names of headers are in lower case. `span`: of its trace."""
-
-    method: str
-    path: str
-    query: str
-    headers: Mapping[str, str]
-    id: str
-    route: Route[Handler] | None = None
-    span: Span | None = None
-
-    @classmethod
-    def of(cls, headers: Mapping[str, str], routes: Routes[Handler], tracer: Tracer | None = None) -> RequestHead:
-        (path, _, query), method = headers.get(":path", "/").partition("?"), headers.get(":method", "GET")
-        found = routes.find(method, path.removesuffix("/"))
-        name, span = request_id_from(headers.get("x-request-id")), None
-        if tracer is not None:
-            span = tracer.request("picker request", headers, {"url.path": path, "gen_ai.request.id": name})
-        return cls(method, path, query, headers, name, found.route if found is not None else None, span)
-
-    @property
-    def generates(self) -> bool:
-        """Whether it is placed by its prompt."""
-        return self.outcome != ""
-
-    @property
-    def lists_models(self) -> bool:
-        """Whether the picker itself knows the answer."""
-        return self.route is not None and self.route.method == "GET"
-
-    @property
-    def outcome(self) -> str:
-        """The name under which it is counted."""
-        return self.route.outcome if self.route is not None else ""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Pick:
     """The picker's answer for a request.
 
     Attributes:
@@ -152,6 +114,11 @@ def routes_of(routes: Routes[Handler]) -> Routes[Handler]:
     return taken
 
 
+def generates(call: Call) -> bool:
+    """Whether a request is placed by its prompt."""
+    return call.route is not None and call.route.outcome != ""
+
+
 @dataclass(eq=False)
 class Picker:
     """Places requests for a gateway. Runs on the router's event loop."""
@@ -160,38 +127,47 @@ class Picker:
     addresses: Addresses = field(default_factory=Addresses)
 
     @functools.cached_property
-    def routes(self) -> Routes[Handler]:
-        return routes_of(self.router.routes)
+    def front(self) -> Front:
+        """Front of its requests: rights, quotas, limits, metrics, log and ledger are the router's.
 
-    def admit(self, head: RequestHead) -> tuple[Route[Handler], Tenant]:
-        """The route and the tenant. Checks what can be checked before the body comes.
-
-        Raises Unauthorized, NotFound, BadRequest, UnsupportedMediaType or BodyTooLarge.
-        """
+        While the router shuts down requests are still placed: gateways open their streams elsewhere then."""
         router = self.router
-        if head.route is None:
-            raise NotFound(f"There is no {head.method} {head.path}")
-        tenant = router.auth.rights.check(head.route.right, head.headers, None, head.route.name)
-        head.route.read_query(head.query)
-        if head.generates:
-            check_media_type(head.headers)
-            if head.headers.get("content-encoding", "identity") != "identity":
-                raise UnsupportedMediaType("Send the body without Content-Encoding, or let the gateway decompress it")
-        if declared_length(head.headers) > router.limits().body_bytes:
-            raise BodyTooLarge(router.limits().body_bytes)
-        return head.route, tenant
+        made = Front(
+            routes_of(router.routes),
+            router.auth.rights,
+            router.quotas,
+            router.bodies,
+            router.work,
+            router.metrics,
+            router.limits,
+            unknown=router.unknown_fields,
+            retry_after=router.retry_after,
+            tracer=router.tracer,
+            ledger=router.ledger,
+            span_name="picker request",
+            label="picker ",
+        )
+        router.fronts.append(made)
+        return made
 
-    async def anywhere(self, head: RequestHead, tenant: Tenant, among: Collection[str] | None = None) -> Answer:
+    def check(self, call: Call) -> None:
+        """Check what can be checked before the body comes. Raises UnsupportedMediaType or BodyTooLarge."""
+        if generates(call) and call.headers.get("content-encoding", "identity") != "identity":
+            raise UnsupportedMediaType("Send the body without Content-Encoding, or let the gateway decompress it")
+        if declared_length(call.headers) > self.router.limits().body_bytes:
+            raise BodyTooLarge(self.router.limits().body_bytes)
+
+    async def anywhere(self, call: Call, among: Collection[str] | None = None) -> Pick:
         """For a request that any replica answers; `among` as for `pick`. Raises NoReplica."""
         for upstream in self.router.healthy():
             address = await self._address(upstream.url)
             if address and (among is None or address in among):
-                name = self.router.attempt_name(head.id)
+                name = self.router.attempt_name(call.id)
                 own: dict[str, str | None] = {DESTINATION: address, PICK: name}
-                return Answer(name, self._headers(head, tenant, upstream) | own, endpoints=address)
+                return Pick(name, self._headers(call, call.tenant, upstream) | own, endpoints=address)
         raise NoReplica(self.router.ready() or _NONE_ALLOWED)
 
-    async def pick(self, head: RequestHead, tenant: Tenant, raw: bytes, among: Collection[str] | None = None) -> Answer:
+    async def pick(self, call: Call, among: Collection[str] | None = None) -> Pick:
         """Place a request, after waiting in the router's queue if necessary.
 
         Args:
@@ -200,13 +176,14 @@ class Picker:
         Raises BadRequest, UnknownModel, SuspiciousRequest, QueueFull, or NoReplica. Where the gateway may choose instead
         (`picker_open`), the answer for the last two has no endpoint.
         """
-        router, arrived = self.router, clock()
-        request = await self._parsed(head, raw)
-        came = request.body.raw
+        router, request = self.router, call.body
+        assert isinstance(request, GenerateRequest)
+        call.ignored, came = [], request.body.raw  # the replica says which fields had no effect
         try:
-            async with asyncio.timeout(router.config.picker_timeout):
+            async with asyncio.timeout(PICK_SECONDS):
+                check_fields(router, call, request)
                 request = router.order.arranged(request, router.pool(request.model).model)
-                routed = await self._routed(head, tenant, request, arrived, among)
+                routed = await self._routed(call, request, among)
                 attempt = await routed.place()
         except SuspiciousRequest:  # the gateway would send it to a third replica
             raise
@@ -215,59 +192,45 @@ class Picker:
                 # Without API keys there is no tenant to set, and a client must not invent one.
                 given, own = request.cache_salt, Salt.of(b"", request.cache_salt or None)
                 salt = {"cache_salt": given if Salt.parse(given) == own else own.text} if given else {}
-                name = router.attempt_name(head.id)
-                return Answer(name, {**dict.fromkeys(_OWN_HEADERS), PICK: name}, _body(request, salt, came))
+                name = router.attempt_name(call.id)
+                return Pick(name, {**_invented(call), PICK: name}, _body(request, salt, came))
             if isinstance(error, TimeoutError):
-                raise QueueFull(f"No replica had room within {router.config.picker_timeout:g} s") from None
+                raise QueueFull(f"No replica had room within {PICK_SECONDS:g} s") from None
             raise
         try:
-            return await self._answer(head, routed, attempt, request, came, among)
+            return await self._answer(call, routed, attempt, request, came, among)
         except BaseException:
             routed.pool.failed(attempt)
             raise
 
-    async def _parsed(self, head: RequestHead, raw: bytes) -> GenerateRequest:
-        """Raises BadRequest."""
-        assert head.route is not None and isinstance(head.route.body, JsonBody)
-        parse, limits, work = head.route.body.parse, self.router.limits(), self.router.work
-
-        def read() -> Any:
-            return parse(as_utf8(raw), limits)
-
-        request = read() if len(raw) <= work.inline else await work.run(len(raw), read)
-        assert isinstance(request, GenerateRequest)
-        return request
-
-    async def _routed(
-        self, head: RequestHead, tenant: Tenant, request: GenerateRequest, arrived: float, among: Collection[str] | None
-    ) -> RoutedRequest:
+    async def _routed(self, call: Call, request: GenerateRequest, among: Collection[str] | None) -> RoutedRequest:
         router, pool = self.router, self.router.pool(request.model)
         prompt = TokenizedPrompt((), "unread")
-        if head.outcome in TRANSLATED and request.refusal is None:
+        if request.dialect in TRANSLATED and request.refusal is None:
             request = chat_request(request, pool.kind)
         if pool.needs_prompts:
-            prompt = await router.prompts.tokenize(request, pool, Salt.of(tenant.salt, request.cache_salt or None))
-        session = request.session_name(head.headers)
-        name = f"{tenant.name}/{session}" if session is not None else None
-        routed = RoutedRequest(router, request, tenant, head.id, pool, prompt, name, arrived, span=head.span)
+            prompt = await router.prompts.tokenize(request, pool, Salt.of(call.tenant.salt, request.cache_salt or None))
+        session = request.session_name(call.headers)
+        name = f"{call.tenant.name}/{session}" if session is not None else None
+        routed = RoutedRequest(router, request, call.tenant, call.id, pool, prompt, name, call.arrived, span=call.span)
         if among is not None:
             routed.avoid += [url for url in pool.upstreams if await self._address(url) not in among]
         return routed
 
     async def _answer(
         self,
-        head: RequestHead,
+        call: Call,
         routed: RoutedRequest,
         attempt: Attempt,
         given: GenerateRequest,
         came: bytes,
         among: Collection[str] | None,
-    ) -> Answer:
+    ) -> Pick:
         upstream = attempt.upstream
         address = await self.addresses.of(upstream.url)
         if among is not None and address not in among:
             raise NoReplica(_NONE_ALLOWED)
-        own, headers = routed.own_fields(upstream.kind), self._headers(head, routed.tenant, upstream)
+        own, headers = routed.own_fields(upstream.kind), self._headers(call, routed.tenant, upstream)
         prefill = attempt.prefill
         if prefill is not None and prefill.info is not None:
             if upstream.kind == "foreword" and prefill.info.transfer is not None:
@@ -277,7 +240,7 @@ class Picker:
         headers |= routed.trace_headers
         headers |= {DESTINATION: endpoints, PICK: attempt.id, ROUTE: as_header(routed.decision_text)}
         body = _body(given, own, came)
-        return Answer(attempt.id, headers, body, endpoints, (routed, attempt))
+        return Pick(attempt.id, headers, body, endpoints, (routed, attempt))
 
     async def _others(self, routed: RoutedRequest, attempt: Attempt, among: Collection[str] | None) -> list[str]:
         """The next best replicas, to which the same headers and body can be sent: with a prefill replica, those with its
@@ -285,6 +248,8 @@ class Picker:
         pool, found, flight = routed.pool, list[str](), attempt.flight
         assert flight is not None
         most = min(self.router.config.max_attempts - 1, routed.ask.spare)
+        if most <= 0:
+            return found
         for one in sorted(attempt.decision.estimates, key=lambda estimate: estimate.total):
             upstream = pool.upstreams.get(one.replica)
             if upstream is None or upstream is attempt.upstream or one.excluded or upstream.spec.role == "prefill":
@@ -305,12 +270,17 @@ class Picker:
         except ReplicaFailed:
             return ""
 
-    def _headers(self, head: RequestHead, tenant: Tenant, upstream: Upstream) -> dict[str, str | None]:
-        changes: dict[str, str | None] = dict.fromkeys(_OWN_HEADERS)
+    def _headers(self, call: Call, tenant: Tenant, upstream: Upstream) -> dict[str, str | None]:
+        changes = _invented(call)
         if self.router.auth.uses_own_key:
             changes["x-api-key"] = None
-        changes.update(self.router.auth.headers(tenant, credentials(head.headers), upstream.kind))
-        return {**changes, "x-request-id": head.id}
+        changes.update(self.router.auth.headers(tenant, credentials(call.headers), upstream.kind))
+        return {**changes, "x-request-id": call.id}
+
+
+def _invented(call: Call) -> dict[str, str | None]:
+    """The headers of the client that only the picker may set, to be removed."""
+    return {name: None for name in _OWN_HEADERS if name in call.headers}
 
 
 def _body(request: GenerateRequest, own: dict[str, Any], came: bytes) -> bytes | None:

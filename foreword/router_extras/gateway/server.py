@@ -26,6 +26,7 @@ _HEALTH: Final = "grpc.health.v1.Health"
 _SERVING: Final = 1
 _NOT_SERVING: Final = 2
 _FLUSH_SECONDS: Final = 2.0
+_STREAMS: Final = 8192  # open at a time; a request has one or two
 _GIVE_BACK_SECONDS: Final = 5.0
 _OPTIONS: Final = (
     # A body in one message, and its envelope.
@@ -80,7 +81,7 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
     health = grpc.unary_unary_rpc_method_handler(
         check, envoy.HealthCheckRequest.FromString, envoy.HealthCheckResponse.SerializeToString
     )
-    server = _make_server(grpc, config.picker_streams)
+    server = _make_server(grpc)
     server.add_registered_method_handlers(_PROCESSOR, {"Process": process_handler})
     server.add_registered_method_handlers(_HEALTH, {"Check": health})
     port = _bind(grpc, server, config)
@@ -160,17 +161,17 @@ def _credentials(grpc: Any, certificate: str, key: str) -> Any:
     return grpc.dynamic_ssl_server_credentials(configuration(), renewed)
 
 
-def _make_server(grpc: Any, streams: int) -> Any:
+def _make_server(grpc: Any) -> Any:
     try:
         from foreword.router_extras.gateway.grpc_server import RegisteredServer
 
-        return RegisteredServer(_OPTIONS, streams)
+        return RegisteredServer(_OPTIONS, _STREAMS)
     except (ImportError, AttributeError, TypeError):
         logger.warning(
             "gRPC %s: a call whose method has no valid name would end the picker; let only the gateway reach its port",
             grpc.__version__,
         )
-        return grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=streams)
+        return grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_STREAMS)
 
 
 def _bind(grpc: Any, server: Any, config: RouterConfig) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from foreword.errors import ConfigError
-from foreword.router_extras.workers.shared_accounts import MOST_WORKERS, SharedAccounts
+from foreword.router_extras.workers.shared_quotas import MOST_WORKERS, SharedMemory
 
 if TYPE_CHECKING:
     from foreword.configuration import Config
@@ -46,7 +46,7 @@ class Seat:
     number: int
     count: int
     folder: Path
-    accounts: SharedAccounts
+    memory: SharedMemory
     parent: int
 
 
@@ -72,7 +72,7 @@ class Supervisor:
 
     def __init__(self, count: int, serve: Callable[[Seat], int]) -> None:
         self._count, self._serve = count, serve
-        self._accounts = SharedAccounts()
+        self._memory = SharedMemory()
         self._running: dict[int, tuple[int, float]] = {}  # by process: its number, and when it began
         self._due: list[tuple[float, int]] = []
         self._stopping = False
@@ -108,8 +108,8 @@ class Supervisor:
             os.close(self._writer)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
             random.seed()
-            self._accounts.worker = number
-            status = self._serve(Seat(number, self._count, folder, self._accounts, reader))
+            self._memory.worker = number
+            status = self._serve(Seat(number, self._count, folder, self._memory, reader))
         except BaseException:
             logger.exception("worker %d failed", number)
         finally:
@@ -136,6 +136,6 @@ class Supervisor:
                 continue
             reason = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
             logger.error("worker %d %s; another one is started", number, reason)
-            self._accounts.ended(number, by_signal=code < 0)
+            self._memory.ended(number, by_signal=code < 0)
             now = time.monotonic()
             self._due.append((max(now, began + _LEAST_SECONDS), number))

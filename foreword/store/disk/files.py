@@ -40,7 +40,7 @@ from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES, key_of
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable, StoreUnreadable
 from foreword.store.base import BAD, FAILED, MISSING, UNREADABLE, Name, PartialListing, check_record, check_record_key
 from foreword.store.disk import pieces
-from foreword.store.disk.pieces import ALONE, BadPiece, BlockPlace, PieceEntry
+from foreword.store.disk.pieces import ALONE, BadPiece, BlockPlace
 from foreword.store.frame import HEADER_BYTES, Header, read_header
 
 _HEX: Final = 2 * FINGERPRINT_BYTES  # digits of a layout or a root
@@ -152,9 +152,8 @@ class BlockFiles:
                 except OSError as error:
                     lengths.append(_failed_read(error))
             # Behind the reads: a block that is removed loses its entry first, and its bytes then.
-            listed = {(one.key, one.at) for one in pieces.read_table(handle)[1] if one.length}
-            there = [(key_of(name), at) in listed for name, at, _, _ in wanted]
-            return [length if here else MISSING for length, here in zip(lengths, there, strict=True)]
+            there = pieces.lengths_at(handle, [(key_of(name), at) for name, at, _, _ in wanted])
+            return [length if here > 0 else MISSING for length, here in zip(lengths, there, strict=True)]
         except BadPiece:
             return [MISSING] * len(wanted)
         except OSError as error:
@@ -268,10 +267,8 @@ class BlockFiles:
         path = self.piece_path(name, place.piece)
         if readable_size(path) < 0:
             return -1
-        key = key_of(name)
-        for one in _entries_of(path):
-            if one.key == key and one.at == place.at:
-                return one.length
+        with contextlib.suppress(OSError, BadPiece), os.fdopen(os.open(path, _READ), "rb", 0) as file:
+            return pieces.lengths_at(file.fileno(), [(key_of(name), place.at)])[0]
         return -1
 
     def remove(self, name: Name, token: str = "", *, prune: bool = False, place: BlockPlace = ALONE) -> bool:
@@ -412,25 +409,11 @@ def _piece_blocks(path: str, prefix: bytes, piece: int, modified: float) -> list
     return blocks or None
 
 
-def _entries_of(path: str) -> list[PieceEntry]:
-    """The blocks of a piece, none if it cannot be read."""
-    with contextlib.suppress(OSError, BadPiece):
-        handle = os.open(path, _READ)
-        try:
-            return pieces.entries(handle)
-        finally:
-            os.close(handle)
-    return []
-
-
 def _remove_from_piece(path: str, key: bytes, at: int) -> bool:
     """Remove a block from a piece, and the piece if it was the last one. False if it is not there. Raises StoreError."""
     try:
         handle = os.open(path, _CHANGE)
         try:
-            if [one.key for one in pieces.entries(handle)] == [key]:  # the file goes at once, or not at all
-                os.unlink(path)
-                return True
             removed, more = pieces.remove_block(handle, key, at)
         finally:
             os.close(handle)

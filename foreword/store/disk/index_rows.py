@@ -294,21 +294,22 @@ class IndexTransaction:
         no file of their own. None of them is in the index."""
         rows = []
         for id_, one in frames.items():
-            head, place = one.header, places.get(id_, ALONE)
-            facts = len(one.data), parents[id_], head.depth, clock, head.name, head.parent
-            rows.append(PendingRow(id_, writer, used, *facts, *place))
+            head, (piece, at) = one.header, places.get(id_, ALONE)
+            size, above, name = len(one.data), parents[id_], head.name
+            rows.append(PendingRow(id_, writer, used, size, above, head.depth, clock, name, head.parent, piece, at))
         noted, sizes = list[Sequence[object]](), dict[bytes, int]()
         for piece, members in itertools.groupby(rows, key=lambda row: row.piece):
             some = list(members)
             if not piece:
                 noted += [row[:_PENDING_FIELDS] for row in some]
+                for row in some:
+                    prefix = row.name[:PREFIX_BYTES]
+                    sizes[prefix] = sizes.get(prefix, 0) + row.size
             else:
-                size, name = sum(row.size for row in some), some[0].name[:PREFIX_BYTES] + bytes(KEY_BYTES)
-                ids = struct.pack(f"<{len(some)}q", *(row.id for row in some))
-                noted.append((piece, writer, used, size, 0, _OF_PIECE, clock, name, ids))
-            for row in some:
-                prefix = row.name[:PREFIX_BYTES]
-                sizes[prefix] = sizes.get(prefix, 0) + row.size
+                size, prefix = sum([row.size for row in some]), some[0].name[:PREFIX_BYTES]
+                sizes[prefix] = sizes.get(prefix, 0) + size
+                ids = struct.pack(f"<{len(some)}q", *[row.id for row in some])
+                noted.append((piece, writer, used, size, 0, _OF_PIECE, clock, prefix + bytes(KEY_BYTES), ids))
         self._insert_rows(f"writing ({_PENDING})", noted)
         for prefix, size in sizes.items():
             self._add_bytes(prefix, size)
@@ -411,7 +412,7 @@ class IndexTransaction:
         """Insert rows with a few statements: each step of SQLite's gives the interpreter lock away."""
         for low in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[low : low + _ROWS_AT_ONCE]
-            values = ",".join(f"({','.join('?' * len(row))})" for row in some)
+            values = ",".join([f"({','.join('?' * len(some[0]))})"] * len(some))
             self._execute(f"INSERT INTO {table} VALUES {values}", [*itertools.chain.from_iterable(some)])
 
     def drop(self, given_up: Iterable[PendingRow]) -> None:

@@ -43,7 +43,7 @@ _KEEP_SIZE_AND_PUNCH: Final = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_HOLES: Final = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _ZEROS: Final = memoryview(bytes(1 << 20))
-FIRST_PAGE: Final = (_PAGE - _HEAD.size) // _ENTRY.size  # blocks whose table takes a page: a piece gets no more
+MOST_WRITTEN: Final = 1024  # blocks of a new piece
 
 
 class BadPiece(Exception):
@@ -108,8 +108,11 @@ def _write_all(handle: int, parts: Sequence[memoryview | bytes]) -> None:
         done = os.writev(handle, parts)
 
 
-def read_table(handle: int) -> tuple[int, list[PieceEntry]]:
-    """The alignment of a piece and its entries, also those that were removed. Raises BadPiece, OSError."""
+def _read_bytes(handle: int) -> tuple[int, bytes, int]:
+    """The alignment of a piece, its entries as they lie there, and its size. Raises BadPiece, OSError."""
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise BadPiece
     data = os.pread(handle, _FIRST_READ, 0)
     if len(data) < _HEAD.size:
         raise BadPiece
@@ -121,24 +124,71 @@ def read_table(handle: int) -> tuple[int, list[PieceEntry]]:
         data += os.pread(handle, end - len(data), len(data))
     if len(data) < end:
         raise BadPiece
-    return align, list(map(PieceEntry._make, _ENTRY.iter_unpack(data[_HEAD.size : end])))
+    return align, data[_HEAD.size : end], found.st_size
 
 
 def entries(handle: int) -> list[PieceEntry]:
     """The blocks of a piece. Raises BadPiece, OSError."""
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode):
-        raise BadPiece
-    return [one for one in read_table(handle)[1] if one.length and one.at + one.length <= found.st_size]
+    _, table, size = _read_bytes(handle)
+    found = map(PieceEntry._make, _ENTRY.iter_unpack(table))
+    return [one for one in found if one.length and one.at + one.length <= size]
+
+
+def lengths_at(handle: int, wanted: Sequence[tuple[bytes, int]]) -> list[int]:
+    """The length of each block, given its key and its offset, -1 for one that is not there. Raises BadPiece, OSError."""
+    _, table, size = _read_bytes(handle)
+    found = ((_entry_at(table, _find(table, key)), at) for key, at in wanted)
+    return [one.length if one and one.at == at and 0 < one.length <= size - at else -1 for one, at in found]
+
+
+def _find(table: bytes, key: bytes) -> int:
+    """Where the entry of a block is in a table, -1 if there is none."""
+    at = table.find(key)
+    while at > 0 and at % _ENTRY.size:
+        at = table.find(key, at + 1)
+    return at
+
+
+def _entry_at(table: bytes, at: int) -> PieceEntry | None:
+    return PieceEntry._make(_ENTRY.unpack_from(table, at)) if 0 <= at < len(table) else None
+
+
+def _hole(table: bytes, at: int, align: int, size: int) -> tuple[int, int] | None:
+    """The start and the end of what is free without the block whose entry is there: between those beside it that were not
+    removed. None if their entries, or those beside them, do not lie in order: some are damaged."""
+    near = [at]
+    for _ in range(2):  # those before it and behind it that were not removed
+        before, behind = table[: max(near[0], 0)].rstrip(b"\0"), table[near[-1] + _ENTRY.size :]
+        skipped = len(behind) - len(behind.lstrip(b"\0"))
+        near.insert(0, (len(before) - 1) // _ENTRY.size * _ENTRY.size)
+        near.append(near[-1] + _ENTRY.size + skipped - skipped % _ENTRY.size)
+    low, lows = _rounded(_HEAD.size + len(table), align), list[int]()
+    for one in (found := [_entry_at(table, one) for one in near]):
+        lows.append(low)
+        if one is not None:
+            if one.at < low or not one.length or one.at + one.length > size:
+                return None
+            low = _rounded(one.at + one.length, align)
+    return lows[2], size if found[3] is None else found[3].at
 
 
 def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
     """Remove a block from a piece, or what is at its place where the key in the table is damaged. Returns whether it was there,
     and whether another one is. Raises BadPiece, OSError.
 
-    Also frees what a process that was killed in between has left of others.
+    Also frees what a process that was killed in between has left beside it, or anywhere if the block is not there.
     """
-    align, table = read_table(handle)
+    align, data, size = _read_bytes(handle)
+    number = _find(data, key)
+    entry = _entry_at(data, number)
+    if entry is not None and not (data[:number] + data[number + _ENTRY.size :]).strip(b"\0"):
+        return True, False  # the file goes at once, or not at all
+    hole = _hole(data, number, align, size) if entry is not None and entry.at == place else None
+    if hole is not None:
+        os.pwrite(handle, _REMOVED, _HEAD.size + number)
+        _punch(handle, hole[0], hole[1] - hole[0])
+        return True, bool(_read_bytes(handle)[1].strip(b"\0"))
+    table = list(map(PieceEntry._make, _ENTRY.iter_unpack(data)))
     there, left, gone = False, list[PieceEntry](), list[PieceEntry]()
     for number, one in enumerate(table):
         if one.length and (one.key == key or one.at == place):
@@ -148,12 +198,11 @@ def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
         elif one.length:
             left.append(one)
     free_removed(handle, align, left, len(table))
-    size = os.fstat(handle).st_size
     for one in gone:  # also where a damaged entry of another block covers it
         end = min([size, one.at + one.length, *(other.at for other in left if other.at > one.at)])
         if _HEAD.size + _ENTRY.size * len(table) <= one.at < end:
             _punch(handle, one.at, end - one.at)
-    return there, any(one.length for one in read_table(handle)[1])
+    return there, bool(_read_bytes(handle)[1].strip(b"\0"))
 
 
 def free_removed(handle: int, align: int, left: Sequence[PieceEntry], count: int) -> None:

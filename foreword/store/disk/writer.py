@@ -33,11 +33,11 @@ from foreword.store.disk.index_rows import (
     tenant_id,
 )
 from foreword.store.disk.locks import LivenessLock
-from foreword.store.disk.pieces import FIRST_PAGE, BlockPlace, layout_of
+from foreword.store.disk.pieces import MOST_WRITTEN, BlockPlace, layout_of
 from foreword.store.disk.recovery import recover_dead_writers
 from foreword.store.frame import Frame
 
-_GROUP_FRAMES: Final = 256  # limits of one transaction: other processes wait while it removes files
+_GROUP_FRAMES: Final = MOST_WRITTEN  # limits of one transaction: other processes wait while it removes files
 _GROUP_BYTES: Final = 64 << 20
 _UNUSUAL: Final = 8  # more than this part of the budget over it: the index's totals may be wrong
 _FEW: Final = 4  # a file system may have no room for further files rather than bytes
@@ -476,7 +476,7 @@ class BlockWriter:
             low = 0
             while low < len(run):
                 sizes = itertools.accumulate(lengths[low:])
-                high = min(low + 1 + sum(size < self._piece_bytes for size in sizes), low + FIRST_PAGE, len(run))
+                high = min(low + 1 + sum(size < self._piece_bytes for size in sizes), low + MOST_WRITTEN, len(run))
                 if high - low > 1:
                     piece = secrets.randbits(62) + 1
                     _, offsets = layout_of(lengths[low:high])

@@ -144,11 +144,6 @@ class SlotTable:
         self._stored_at[slot] = self._used_at[slot] = time.time()
         self.bytes += length
 
-    def move(self, slot: int, frame: memoryview) -> None:
-        """Put a block that is being written behind its parent, which its frame names."""
-        if slot not in self._deleted:
-            self.chains.move(slot, *place_in_chain(frame))
-
     # The race of a write is with `remove`: the block is out of the index then, another may have its name, and the slot waits in
     # `_deleted` for its only user, the writer. Whatever ends the write frees the slot, once.
     def publish(self, slot: int) -> bool:
@@ -453,7 +448,7 @@ class MemoryStore(LocalRecords):
         for index, slot in enumerate(taken):
             if index in wanted:
                 if reserved.unread:
-                    slots.move(slot, frames[index])
+                    slots.chains.move(slot, *place_in_chain(frames[index]))
                 published += slots.publish(slot)
             else:
                 slots.abort_write(slot)
