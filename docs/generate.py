@@ -34,7 +34,7 @@ from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
 from foreword.configuration import Config
 from foreword.router.app import routes_of as router_routes
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver

@@ -56,11 +56,12 @@ class QuickChecksums:
             one = _bytes_of(frames[slot])
             one[size + HEADER_BYTES - 32 : size + HEADER_BYTES] = self._digest(one, size)
 
-    def check(self, frames: torch.Tensor, slots: torch.Tensor, size: int, heads: torch.Tensor) -> torch.Tensor:
+    def check(
+        self, frames: torch.Tensor, slots: torch.Tensor, size: int, heads: torch.Tensor, found: torch.Tensor
+    ) -> None:
         wanted = heads.view(len(slots), -1)
-        return torch.tensor(
-            [self._right(*one, size) for one in zip(frames[slots], wanted, strict=True)], dtype=torch.int32
-        )
+        right = [self._right(*one, size) for one in zip(frames[slots], wanted, strict=True)]
+        found.copy_(torch.tensor(right, dtype=torch.int32))
 
     def _right(self, frame: torch.Tensor, head: torch.Tensor, size: int) -> bool:
         one = _bytes_of(frame)

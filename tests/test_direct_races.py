@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,10 +20,10 @@ from foreword.conformance import soon
 from foreword.errors import StoreFull
 from foreword.offload import ring as ring_module
 from foreword.offload.device import Event, PlaneTable, Stream
-from foreword.offload.portable_copies import PlaneGroup
-from foreword.offload.ring import DeviceRing, Part, Piece, RingLoad, TierMemory, Units, _copy_in, _copy_out
+from foreword.offload.frame_copies import PlaneGroup
+from foreword.offload.ring import DeviceRing, LoadBatch, Part, Piece, RingLoad, SaveBatch, TierMemory, Units
 from foreword.offload.staging import RowGroup
-from foreword.store.base import ReservedSlots
+from foreword.store.base import Loan, ReservedSlots
 from foreword.store.frame import RAW, Header, frame
 from foreword.store.memory.memory_store import MemoryStore
 
@@ -58,16 +57,30 @@ class Saving:
     copied: Event
 
 
+class Lent:
+    """Blocks that the store has lent to a load, until all of its copies have ended."""
+
+    def __init__(self, loan: Any, names: list[bytes]) -> None:
+        self.names, self._loan, self.users = names, loan, 1
+        self.lent: Loan = loan.__enter__()
+
+    def release(self) -> None:
+        self.users -= 1
+        if not self.users:
+            self._loan.__exit__(None, None, None)
+
+
 @dataclass
 class Loading:
-    """A load, whose slots are lent."""
+    """A load through one piece of the ring; its first block is number `first` of those that are lent."""
 
-    loan: Any
+    loan: Lent
     piece: Piece
     copy: RingLoad
     units: list[int]
     values: list[int]
     damaged: int | None
+    first: int
 
 
 class Copies:
@@ -78,7 +91,8 @@ class Copies:
         self.chance, self.queues = random.Random(seed), LazyQueues(seed)
         self.blocks = torch.arange(BLOCKS).repeat_interleave(BYTES).view(BLOCKS, BYTES).to(torch.uint8)
         group = RowGroup([self.blocks])
-        self.ring = ring([group.planes()], [BYTES], torch.device("cpu"), self.queues, 4 * FRAME)
+        # A save has a frame in a piece, a load two.
+        self.ring = ring([group.planes()], [BYTES], torch.device("cpu"), self.queues, 2 * FRAME)
         table = QuickCopies(torch.zeros(0), 0, 0)
         object.__setattr__(table, "blocks", self.blocks)
         self.ring._tables = [table]
@@ -139,12 +153,8 @@ class Copies:
         mine = [units[at] for at in reserved.positions]
         written = [headers[at] for at in reserved.positions]
         self.stored.update(zip([one.name for one in written], [self.content[one] for one in mine], strict=True))
-        copied = None
-        for low in range(0, len(mine), 2):
-            part = slice(low, low + 2)
-            memory = TierMemory.of(reserved.memory, reserved.stride)
-            places = self.group.places(mine[part])
-            copied = self.ring.save(0, places, written[part], memory, list(reserved.slots)[part])
+        memory = TierMemory.of(reserved.memory, reserved.stride)
+        copied = self.ring.save(0, self.group.places(mine), written, memory, reserved.slots) if mine else None
         if copied is None:
             self.store.abandon(reserved)
         else:
@@ -178,25 +188,37 @@ class Copies:
 
     def _load(self) -> None:
         """Of blocks that no other load has, since a damaged one would be damaged for both."""
-        taken = {name for one in self.loading for name in one.loan[2]}
+        taken = {name for one in self.loading for name in one.loan.names}
         names = [block.name for block in self.store.scan(deadline=soon()) if block.name not in taken]
-        piece = self.ring.wait_for(0.0) if names and self.units else None
-        if piece is None:
+        if not names or not self.units or not self.ring.free:
             return
-        units = self.some(2)[: len(names)]
+        units = self.some(4)[: len(names)]
         wanted = self.chance.sample(names, len(units))
         mark = self.ring.mark()
-        loan = self.store.lend(wanted, deadline=soon())
-        lent = loan.__enter__()
+        loan = Lent(self.store.lend(wanted, deadline=soon()), wanted)
         damaged = None
         if self.chance.random() < 0.3:
             damaged = self.chance.randrange(len(wanted))
-            lent.frames[damaged][self.chance.randrange(BYTES)] ^= 1 << 7
+            loan.lent.frames[damaged][self.chance.randrange(BYTES)] ^= 1 << 7
         part: Part = (0, self.group.places(units), wanted)
-        copy = self.ring.load(piece, [part], TierMemory.of(lent.memory, lent.stride), lent.slots, mark)
-        values = [self.stored[name] for name in wanted]
-        self.busy.update(units)
-        self.loading.append(Loading((loan, lent, wanted), piece, copy, units, values, damaged))
+        memory = TierMemory.of(loan.lent.memory, loan.lent.stride)
+        batch = self.ring.plan_load([part], memory, loan.lent.slots)
+        self.queue(batch, loan, units, mark, damaged)
+        loan.release()
+
+    def queue(self, batch: LoadBatch, loan: Lent, units: list[int], mark: Event, damaged: int | None) -> None:
+        """Load through as many pieces as are free."""
+        values = [self.stored[name] for name in loan.names]
+        for number in range(batch.pieces):
+            piece = self.ring.wait_for(0.0)
+            if piece is None:
+                break
+            low, high = batch.frames(number)
+            copy = self.ring.load(batch, number, piece, None if number else mark)
+            self.busy.update(units[low:high])
+            loan.users += 1
+            there = damaged - low if damaged is not None and low <= damaged < high else None
+            self.loading.append(Loading(loan, piece, copy, units[low:high], values[low:high], there, low))
 
     def _end(self) -> None:
         if self.loading:
@@ -215,8 +237,8 @@ class Copies:
             self.content[unit] = 50 + unit
             self.blocks[unit] = 50 + unit  # the engine uses it at once
         if one.damaged is not None:
-            self.store.delete([one.loan[2][one.damaged]], deadline=soon())
-        one.loan[0].__exit__(None, None, None)
+            self.store.delete([one.loan.names[one.first + one.damaged]], deadline=soon())
+        one.loan.release()
         self.ring.give(one.piece)
         one.piece.memory.fill_(255)  # another load may use it at once
         self.busy.difference_update(one.units)
@@ -260,65 +282,54 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class Planted(DeviceRing):
     """The ring step by step, so that a race can be planted in each."""
 
-    def save(
-        self, group: int, units: Units, headers: Sequence[Header], memory: TierMemory, slots: Sequence[int]
-    ) -> Event:
-        piece = self.next_piece()
-        frames, size = piece.frames(memory.stride), self.block_bytes[group]
+    def _save_piece(self, batch: SaveBatch, number: int, piece: Piece) -> Event:
         self.piece_is_free(piece)
-        self.gather(COMPUTE, group, units, frames)
+        self.gather(COMPUTE, batch, number, piece)
         self.gathered()
-        self.seal(SAVE, headers, frames, size)
-        self.out(SAVE, piece, memory, slots)
+        self.seal(SAVE, batch, number, piece)
+        self.out(SAVE, batch, number, piece)
         piece.copied = self._queues.record(SAVE)
-        return self.saved(piece)
-
-    def next_piece(self) -> Piece:
-        self._next += 1
-        return self._saving[(self._next - 1) % len(self._saving)]
+        return self.ended_save(piece)
 
     def piece_is_free(self, piece: Piece) -> None:
         if piece.copied is not None:
             self._queues.wait(COMPUTE, piece.copied)
 
-    def gather(self, stream: Stream, group: int, units: Units, frames: torch.Tensor) -> None:
-        self._queues.submit(stream, lambda: self._gather(group, units, frames))
+    def gather(self, stream: Stream, *which: Any) -> None:
+        self._queues.submit(stream, partial(self._gather, *which))
 
     def gathered(self) -> None:
         self._queues.wait(SAVE, self._queues.record(COMPUTE))
 
-    def seal(self, stream: Stream, headers: Sequence[Header], frames: torch.Tensor, size: int) -> None:
-        self._queues.submit(stream, lambda: self._seal(headers, frames, size))
+    def seal(self, stream: Stream, *which: Any) -> None:
+        self._queues.submit(stream, partial(self._seal, *which))
 
-    def out(self, stream: Stream, piece: Piece, memory: TierMemory, slots: Sequence[int]) -> None:
-        self._queues.submit(stream, lambda: _copy_out(piece.memory, memory, slots))
+    def out(self, stream: Stream, *which: Any) -> None:
+        self._queues.submit(stream, partial(self._copy_out, *which))
 
-    def saved(self, piece: Piece) -> Event:
+    def ended_save(self, piece: Piece) -> Event:
         assert piece.copied is not None
         return piece.copied
 
-    def load(
-        self, piece: Piece, parts: Sequence[Part], memory: TierMemory, slots: Sequence[int], mark: Event | None
-    ) -> RingLoad:
-        frames, found, verdicts = piece.frames(memory.stride), list[torch.Tensor](), list[torch.Tensor]()
-        self.into(LOAD, piece, memory, slots)
-        self.check(LOAD, parts, frames, found)
+    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None) -> RingLoad:
+        self.into(LOAD, batch, number, piece)
+        self.check(LOAD, batch, number, piece)
         self.after(LOAD, mark)
-        self.scatter(LOAD, parts, frames, found, verdicts)
-        return RingLoad(self.ended(), verdicts)
+        self.scatter(LOAD, batch, number, piece)
+        return RingLoad(self.ended(), batch.verdicts[number])
 
-    def into(self, stream: Stream, piece: Piece, memory: TierMemory, slots: Sequence[int]) -> None:
-        self._queues.submit(stream, lambda: _copy_in(memory, slots, piece.memory))
+    def into(self, stream: Stream, *which: Any) -> None:
+        self._queues.submit(stream, partial(self._copy_in, *which))
 
-    def check(self, stream: Stream, parts: Sequence[Part], frames: torch.Tensor, found: list[torch.Tensor]) -> None:
-        self._queues.submit(stream, lambda: self._check(parts, frames, found))
+    def check(self, stream: Stream, *which: Any) -> None:
+        self._queues.submit(stream, partial(self._check, *which))
 
     def after(self, stream: Stream, mark: Event | None) -> None:
         if mark is not None:
             self._queues.wait(stream, mark)
 
-    def scatter(self, stream: Stream, parts: Sequence[Part], frames: torch.Tensor, found: Any, verdicts: Any) -> None:
-        self._queues.submit(stream, lambda: self._scatter(parts, frames, found, verdicts))
+    def scatter(self, stream: Stream, *which: Any) -> None:
+        self._queues.submit(stream, partial(self._scatter, *which))
 
     def ended(self) -> Event:
         return self._queues.record(LOAD)
@@ -329,11 +340,9 @@ class PieceIsUsedAtOnce(Planted):
 
 
 class OnePieceWithoutAnEvent(Planted):
-    def next_piece(self) -> Piece:
-        piece = super().next_piece()
-        if piece is self._saving[0]:
-            piece.copied = None
-        return piece
+    def piece_is_free(self, piece: Piece) -> None:
+        if piece is not self._saving[0]:
+            super().piece_is_free(piece)
 
 
 class CopyWaitsForThePiece(Planted):
@@ -343,19 +352,19 @@ class CopyWaitsForThePiece(Planted):
 
 
 class PieceIsFreeWhenSealed(Planted):
-    def out(self, stream: Stream, piece: Piece, memory: TierMemory, slots: Sequence[int]) -> None:
+    def out(self, stream: Stream, *which: Any) -> None:
         self.sealed = self._queues.record(SAVE)
-        super().out(stream, piece, memory, slots)
+        super().out(stream, *which)
 
-    def saved(self, piece: Piece) -> Event:
-        event = super().saved(piece)
+    def ended_save(self, piece: Piece) -> Event:
+        event = super().ended_save(piece)
         piece.copied = self.sealed
         return event
 
 
 class GatherBesideTheModel(Planted):
-    def gather(self, stream: Stream, group: int, units: Units, frames: torch.Tensor) -> None:
-        super().gather(SAVE, group, units, frames)
+    def gather(self, stream: Stream, *which: Any) -> None:
+        super().gather(SAVE, *which)
 
 
 class SealBeforeTheGather(Planted):
@@ -363,48 +372,48 @@ class SealBeforeTheGather(Planted):
 
 
 class SealOnTheStreamOfLoads(Planted):
-    def seal(self, stream: Stream, headers: Sequence[Header], frames: torch.Tensor, size: int) -> None:
-        super().seal(LOAD, headers, frames, size)
+    def seal(self, stream: Stream, *which: Any) -> None:
+        super().seal(LOAD, *which)
 
 
 class CopyBeforeTheSeal(Planted):
-    def seal(self, stream: Stream, headers: Sequence[Header], frames: torch.Tensor, size: int) -> None:
-        self.later = partial(super().seal, stream, headers, frames, size)
+    def seal(self, stream: Stream, *which: Any) -> None:
+        self.later = partial(super().seal, stream, *which)
 
-    def out(self, stream: Stream, piece: Piece, memory: TierMemory, slots: Sequence[int]) -> None:
-        super().out(stream, piece, memory, slots)
+    def out(self, stream: Stream, *which: Any) -> None:
+        super().out(stream, *which)
         self.later()
 
 
 class CopyOnTheStreamOfLoads(Planted):
-    def out(self, stream: Stream, piece: Piece, memory: TierMemory, slots: Sequence[int]) -> None:
-        super().out(LOAD, piece, memory, slots)
+    def out(self, stream: Stream, *which: Any) -> None:
+        super().out(LOAD, *which)
 
 
 class SavedBeforeTheCopy(Planted):
-    def out(self, stream: Stream, piece: Piece, memory: TierMemory, slots: Sequence[int]) -> None:
+    def out(self, stream: Stream, *which: Any) -> None:
         self.before = self._queues.record(SAVE)
-        super().out(stream, piece, memory, slots)
+        super().out(stream, *which)
 
-    def saved(self, piece: Piece) -> Event:
+    def ended_save(self, piece: Piece) -> Event:
         return self.before
 
 
 class SavedWhenGathered(Planted):
-    def saved(self, piece: Piece) -> Event:
+    def ended_save(self, piece: Piece) -> Event:
         return self._queues.record(COMPUTE)
 
 
 class SavedWhenLoadsAre(Planted):
-    def saved(self, piece: Piece) -> Event:
+    def ended_save(self, piece: Piece) -> Event:
         return self._queues.record(LOAD)
 
 
 class SavedWithTheSaveBefore(Planted):
     before: Event | None = None
 
-    def saved(self, piece: Piece) -> Event:
-        event, self.before = self.before, super().saved(piece)
+    def ended_save(self, piece: Piece) -> Event:
+        event, self.before = self.before, super().ended_save(piece)
         return event or self.before
 
 
@@ -423,8 +432,8 @@ class MarkOfTheSaves(Planted):
 
 
 class MarkAfterTheScatter(Planted):
-    def scatter(self, stream: Stream, parts: Sequence[Part], frames: torch.Tensor, found: Any, verdicts: Any) -> None:
-        super().scatter(stream, parts, frames, found, verdicts)
+    def scatter(self, stream: Stream, *which: Any) -> None:
+        super().scatter(stream, *which)
         self._queues.wait(LOAD, self.marked)
 
     def after(self, stream: Stream, mark: Event | None) -> None:
@@ -433,56 +442,103 @@ class MarkAfterTheScatter(Planted):
 
 
 class VerdictBeforeTheCopy(Planted):
-    def into(self, stream: Stream, piece: Piece, memory: TierMemory, slots: Sequence[int]) -> None:
-        self.later = partial(super().into, stream, piece, memory, slots)
+    def into(self, stream: Stream, *which: Any) -> None:
+        self.later = partial(super().into, stream, *which)
 
-    def check(self, stream: Stream, parts: Sequence[Part], frames: torch.Tensor, found: list[torch.Tensor]) -> None:
-        super().check(stream, parts, frames, found)
+    def check(self, stream: Stream, *which: Any) -> None:
+        super().check(stream, *which)
         self.later()
+
+
+def scatter_unasked(ring: DeviceRing, batch: LoadBatch, number: int, piece: Piece) -> None:
+    """Scatter all frames of a piece, and tell the host nothing of them."""
+    found, batch.found = batch.found, ()
+    DeviceRing._scatter(ring, batch, number, piece)
+    batch.found = found
+
+
+def tell(batch: LoadBatch, number: int) -> None:
+    """Tell the host the verdicts of a piece."""
+    batch.verdicts[number].copy_(batch.whole[number])
 
 
 class VerdictAfterTheScatter(Planted):
-    def check(self, stream: Stream, parts: Sequence[Part], frames: torch.Tensor, found: list[torch.Tensor]) -> None:
-        self.later = partial(super().check, stream, parts, frames, found)
+    def check(self, stream: Stream, *which: Any) -> None:
+        self.later = partial(super().check, stream, *which)
 
-    def scatter(self, stream: Stream, parts: Sequence[Part], frames: torch.Tensor, found: Any, verdicts: Any) -> None:
-        unchecked = [torch.ones(len(names), dtype=torch.int32) for _, _, names in parts]
-        super().scatter(stream, parts, frames, unchecked, [])
+    def scatter(self, stream: Stream, *which: Any) -> None:
+        self._queues.submit(stream, partial(scatter_unasked, self, *which))
         self.later()
-        self._queues.submit(stream, lambda: verdicts.extend(found))
+        self._queues.submit(stream, partial(tell, *which[:2]))
 
 
 class VerdictIsNotAsked(Planted):
-    def _scatter(self, parts: Any, frames: torch.Tensor, found: Any, verdicts: list[torch.Tensor]) -> None:
-        super()._scatter(parts, frames, [torch.ones_like(one) for one in found], [])
-        verdicts.extend(found)
+    def _scatter(self, batch: LoadBatch, number: int, piece: Piece) -> None:
+        scatter_unasked(self, batch, number, piece)
+        tell(batch, number)
 
 
 class VerdictIsNotToldTheHost(Planted):
-    def _scatter(self, parts: Any, frames: torch.Tensor, found: Any, verdicts: list[torch.Tensor]) -> None:
-        super()._scatter(parts, frames, found, [])
-        verdicts.extend(torch.ones_like(one) for one in found)
+    def _scatter(self, batch: LoadBatch, number: int, piece: Piece) -> None:
+        super()._scatter(batch, number, piece)
+        batch.verdicts[number].fill_(1)
+
+
+class VerdictsOfTheFirstPiece(Planted):
+    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None) -> RingLoad:
+        load = super().load(batch, number, piece, mark)
+        return load if not number else RingLoad(load.copied, batch.verdicts[0][: len(batch.verdicts[number])])
+
+
+class FramesOfTheWholeBatch(Planted):
+    """The number of a frame in the batch is taken for that in its piece."""
+
+    def _places(self, units: Units, room: int) -> torch.Tensor:
+        return super()._places(units, max(len(units), 1)).remainder_(torch.tensor([1 << 40, 1 << 40, 1 << 40, 2]))
+
+
+class HeadersOfTheFirstPiece(Planted):
+    def _seal(self, batch: SaveBatch, number: int, piece: Piece) -> None:
+        super()._seal(batch, 0 if batch.frames(0)[1] == 1 else number, piece)
+
+
+class SlotsOfTheFirstPiece(Planted):
+    def _copy_out(self, batch: SaveBatch, number: int, piece: Piece) -> None:
+        super()._copy_out(batch, 0, piece)
+
+
+class SavedWithTheFirstPiece(Planted):
+    begun: Event | None = None
+
+    def save(self, *given: Any) -> Event | None:
+        self.begun = None
+        super().save(*given)
+        return self.begun
+
+    def ended_save(self, piece: Piece) -> Event:
+        self.begun = self.begun or super().ended_save(piece)
+        return super().ended_save(piece)
 
 
 class CheckOnTheStreamOfSaves(Planted):
-    def check(self, stream: Stream, parts: Sequence[Part], frames: torch.Tensor, found: list[torch.Tensor]) -> None:
-        super().check(SAVE, parts, frames, found)
+    def check(self, stream: Stream, *which: Any) -> None:
+        super().check(SAVE, *which)
 
 
 class CopyToTheDeviceOnTheStreamOfSaves(Planted):
-    def into(self, stream: Stream, piece: Piece, memory: TierMemory, slots: Sequence[int]) -> None:
-        super().into(SAVE, piece, memory, slots)
+    def into(self, stream: Stream, *which: Any) -> None:
+        super().into(SAVE, *which)
 
 
 class ScatterOnTheStreamOfTheModel(Planted):
-    def scatter(self, stream: Stream, parts: Sequence[Part], frames: torch.Tensor, found: Any, verdicts: Any) -> None:
-        super().scatter(COMPUTE, parts, frames, found, verdicts)
+    def scatter(self, stream: Stream, *which: Any) -> None:
+        super().scatter(COMPUTE, *which)
 
 
 class LoadEndsBeforeTheScatter(Planted):
-    def scatter(self, stream: Stream, parts: Sequence[Part], frames: torch.Tensor, found: Any, verdicts: Any) -> None:
+    def scatter(self, stream: Stream, *which: Any) -> None:
         self.copied = self._queues.record(LOAD)
-        super().scatter(stream, parts, frames, found, verdicts)
+        super().scatter(stream, *which)
 
     def ended(self) -> Event:
         return self.copied
@@ -525,14 +581,32 @@ class SlotIsFreeBeforeTheCopy(Copies):
 
 
 class LoanEndsBeforeTheCopy(Copies):
-    def _load(self) -> None:
-        before = len(self.loading)
-        super()._load()
-        if len(self.loading) > before:
-            loan = self.loading[-1].loan
-            loan[0].__exit__(None, None, None)
-            self.loading[-1].loan = (self.store.lend([], deadline=soon()), *loan[1:])
-            self.loading[-1].loan[0].__enter__()
+    def queue(self, batch: LoadBatch, loan: Lent, *given: Any) -> None:
+        super().queue(batch, loan, *given)
+        loan._loan.__exit__(None, None, None)
+        loan.users += 1
+
+
+class LoanEndsWithTheFirstPiece(Copies):
+    def queue(self, batch: LoadBatch, loan: Lent, *given: Any) -> None:
+        super().queue(batch, loan, *given)
+        if batch.pieces > 1:
+            loan.users = 2
+
+    def end(self, one: Loading) -> None:
+        super().end(one)
+        one.loan.users += 9 * (not one.loan.users)
+
+
+class MarkBeforeTheSecondPiece(Planted):
+    """The first piece of a load with several does not wait for the model."""
+
+    marked: Event | None = None
+
+    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None) -> RingLoad:
+        if batch.pieces > 1:
+            self.marked, mark = mark, self.marked
+        return super().load(batch, number, piece, mark)
 
 
 class PieceIsFreeBeforeTheCopy(Copies):

@@ -6,7 +6,9 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import types
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +29,12 @@ from direct_engine import (
 from example_counts import represented
 
 import foreword.offload.direct_tier
+import foreword.offload.pinned
 import foreword.offload.ring
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
 from foreword.engine.engine_stores import EngineStores
+from foreword.offload import numa
 from foreword.offload.device_checksum import DeviceChecksums
 from foreword.offload.pinned import PinnedMemory
 from foreword.offload.staging import StagingArena
@@ -278,9 +282,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, how: str) -> str:
         )
         return "what it sealed is wrong"
     if how == "it finds all right":
-        monkeypatch.setattr(
-            DeviceChecksums, "check", lambda self, frames, slots, size, heads: torch.ones(len(slots), dtype=torch.int32)
-        )
+        monkeypatch.setattr(DeviceChecksums, "check", lambda self, frames, slots, size, heads, found: found.fill_(1))
         return "its verdicts"
     monkeypatch.setattr(DeviceChecksums, "check", lambda *given: 1 // 0)
     return "the device failed: ZeroDivisionError"
@@ -333,12 +335,21 @@ def test_the_first_store_is_no_memory(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 class Locks:
-    """Page-locks memory on paper, as far as a test lets it."""
+    """Page-locks memory on paper, as far as a test lets it.
+
+    Attributes:
+        placed: what was to be near the device.
+    """
 
     def __init__(self, refused: int = 1 << 40) -> None:
         self.locked: dict[int, int] = {}
         self.refused = refused
+        self.placed: list[tuple[int, int]] = []
         self.more = threading.Semaphore(0)
+
+    def place(self, address: int, size: int) -> None:
+        assert not self.locked
+        self.placed.append((address, size))
 
     def lock(self, address: int, size: int) -> str | None:
         self.more.acquire()
@@ -370,6 +381,7 @@ def test_memory_is_locked_in_pieces() -> None:
     locks.more.release(2)
     memory._thread.join(60)
     assert memory.end == 1000 and len(later) == 2 and locks.locked == {4096: 300, 4396: 300, 4696: 300, 4996: 100}
+    assert locks.placed == [(4096, 1000)]
     assert memory.close(60) and not locks.locked and not memory.end
 
 
@@ -397,6 +409,28 @@ def test_memory_is_unlocked(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     assert not direct.ring.loading
     engine.close()
     assert not locks.locked
+
+
+def test_memory_near_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system says which node a device is at, or nothing; it is asked for pages of that node, whole and those that are
+    there."""
+    for name, text in (("0000:3b:00.0", "1\n"), ("0000:3c:00.0", "-1\n"), ("0000:3d:00.0", "?")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numa_node").write_text(text)
+    addresses = ("0000:3B:00.0", "0000:3c:00.0", "0000:3d:00.0", "0000:3e:00.0")
+    assert [numa.node_of(address, tmp_path) for address in addresses] == [1, None, None, None]
+    asked: list[Any] = []
+
+    def syscall(*given: Any) -> int:
+        asked.extend(bytes(one._obj) if hasattr(one, "_obj") else one.value for one in given)
+        return 0
+
+    monkeypatch.setattr(numa.ctypes, "CDLL", lambda name: types.SimpleNamespace(syscall=syscall))
+    monkeypatch.setattr(numa.platform, "machine", lambda: "x86_64")
+    assert numa.prefer(4096, 8192, 9)
+    assert asked == [237, 4096, 8192, 1, bytes([0, 2]) + bytes(126), 1025, 2]
+    monkeypatch.setattr(numa.platform, "machine", lambda: "riscv64")
+    assert not numa.prefer(4096, 8192, 9)
 
 
 def test_slots_that_are_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

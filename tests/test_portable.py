@@ -25,7 +25,7 @@ from foreword.conformance import soon
 from foreword.engine.engine_stores import EngineStores
 from foreword.errors import ConfigError, ModelUnsupported
 from foreword.integrations.vllm_extras.packing import cpu_planes, plain_planes
-from foreword.offload.portable_copies import UnitCopyMaker, copy_compiled, copy_with_views
+from foreword.offload.frame_copies import UnitCopyMaker, copy_compiled, copy_with_views
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.offload.staging import StagingArena
 from foreword.offload.unit_group import UnitGroup

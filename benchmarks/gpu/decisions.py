@@ -865,7 +865,8 @@ def step_copies(context: Context) -> Iterator[Row]:
     arena, and vLLM's way."""
     import torch
 
-    from benchmarks.gpu.batch_copies import BatchCopies, CopyCall, huge_memory, register, unregister
+    from benchmarks.gpu.batch_copies import BatchCopies, huge_memory, register, unregister
+    from foreword.offload.copy_calls import CopyCall
     from foreword.offload.staging import tensors_of
 
     device, bench, size = context.device, context.engine(), context.shapes.copy_bytes
@@ -905,8 +906,11 @@ def step_copies(context: Context) -> Iterator[Row]:
         locked = register(memory, device)
         call, stream = CopyCall(device), torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
         order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
-        here, over = memory.data_ptr() + stride * order, ring.data_ptr() + stride * torch.arange(count)
-        sizes = torch.full((count,), block)
+        here, over = (
+            (memory.data_ptr() + stride * order).numpy(),
+            (ring.data_ptr() + stride * torch.arange(count)).numpy(),
+        )
+        sizes = torch.full((count,), block).numpy()
         try:
             up = seconds_of(lambda: call(over, here, sizes, stream, in_order=True), device)
             down = seconds_of(lambda: call(here, over, sizes, stream, in_order=True), device)

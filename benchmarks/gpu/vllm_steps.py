@@ -167,13 +167,13 @@ def step_vllm(device: Any, tiny: bool) -> Rows:
         yield from _rows(Vllms(Path(folder), shapes, tiny, logs), _Prompts(shapes, tiny))
 
 
-def connector(store: list[str]) -> dict[str, Any]:
-    """Foreword's, as a server sets it."""
+def connector(store: list[str], *, direct: bool = False) -> dict[str, Any]:
+    """Foreword's, as a server sets it. `direct`: blocks are to be copied straight between the device and memory."""
     return {
         "kv_connector": "ForewordConnector",
         "kv_connector_module_path": "foreword.integrations.vllm",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"store": store, "lookup_timeout": 10.0},
+        "kv_connector_extra_config": {"store": store, "lookup_timeout": 10.0, "direct": direct},
     }
 
 
@@ -230,7 +230,8 @@ def _interrupt(seen: Seen, worker: Worker, prompts: _Prompts) -> None:
 
 
 def _rows(vllms: Vllms, prompts: _Prompts) -> Rows:
-    """Timed first: vLLM alone, with Foreword, with its own connector. Then tokens and bytes, with all loaded that is found."""
+    """Timed first: vLLM alone, with Foreword through the staging arena and directly, with its own connector. Then tokens and
+    bytes, with all loaded that is found: directly, if that was possible."""
     memory = "memory://?size=8GiB"
     with vllms.start("alone", None) as worker:
         alone = _common(worker, prompts)
@@ -247,9 +248,32 @@ def _rows(vllms: Vllms, prompts: _Prompts) -> Rows:
         yield _ttft(f"Foreword, {key}", timed, key, alone)
     yield _rate("saving with Foreword", timed, alone, prompts)
     yield row("blocks saved, loaded, loads cut, blocks dropped", _shown(counts))
+    on: list[bool] = []
+    yield from _direct(vllms, prompts, alone, on)
     if not vllms.tiny:  # copies of CUDA and ROCm only
         yield from _rival(vllms, prompts, alone)
-    yield from _equal(vllms, prompts, alone, memory)
+    yield from _equal(vllms, prompts, alone, memory, direct=bool(on))
+
+
+def _direct(vllms: Vllms, prompts: _Prompts, alone: Seen, on: list[bool]) -> Rows:
+    """The same with `store.direct`, over the same stores. `on` gets an item if the device passed the test at the start."""
+    name = "Foreword with store.direct"
+    stores = ["memory://?size=8GiB", f"disk://{vllms.folder}/direct?size=16GiB"]
+    try:
+        with vllms.start("direct", connector(stores, direct=True)) as worker:
+            [(_, said, _)] = worker.metrics("direct")
+            if (state := said["state"]) != "on":
+                yield row(name, "not used", state)
+                return
+            seen, counts = _after_forgetting(worker, prompts), _counts(worker)
+    except Failed as error:
+        yield row(name, "failed", str(error)[:300])
+        return
+    on.append(True)
+    for key in ("computed", "own hit", "memory"):
+        yield _ttft(f"{name}, {key}", seen, key, alone)
+    yield _rate(f"saving with {name}", seen, alone, prompts)
+    yield row(f"{name}: blocks saved, loaded, loads cut, blocks dropped", _shown(counts))
 
 
 def _rival(vllms: Vllms, prompts: _Prompts, alone: Seen) -> Rows:
@@ -276,10 +300,11 @@ def _after_forgetting(worker: Worker, prompts: _Prompts) -> Seen:
     return seen
 
 
-def _equal(vllms: Vllms, prompts: _Prompts, alone: Seen, memory: str) -> Rows:
+def _equal(vllms: Vllms, prompts: _Prompts, alone: Seen, memory: str, *, direct: bool) -> Rows:
     """Tokens and bytes. Raises RuntimeError if nothing was loaded, or blocks have other bytes."""
     disk = f"disk://{vllms.folder}/kv?size=16GiB"
-    with vllms.start("foreword", connector([memory, disk]), load_all=True) as worker:
+    yield row("tokens and bytes below", "with store.direct" if direct else "through the staging arena")
+    with vllms.start("foreword", connector([memory, disk], direct=direct), load_all=True) as worker:
         ours = _common(worker, prompts)
         worker.settle()
         stored = [worker.stored()]

@@ -14,6 +14,8 @@ import torch
 
 from foreword.referee.worker import VllmEngine, serve
 
+_TEST_SECONDS = 30.0
+
 
 class ComparedEngine(VllmEngine):
     """Remembers which block of vLLM's was saved under which name, and where blocks were loaded."""
@@ -86,10 +88,19 @@ class ComparedEngine(VllmEngine):
         return start == len(payload)
 
     def metrics(self, start: str) -> dict[str, Any]:
-        """The counts of the connector, in place of vLLM's metrics."""
+        """The counts of the connector, in place of vLLM's metrics; or, with `direct`, whether it copies directly."""
+        if start == "direct":
+            return {"metrics": [[start, {"state": self._direct_state()}, 0.0]]}
         status = self._cache.status() if self._cache is not None else None
         names = ("saved", "loaded", "cut", "dropped", "failed", "declined", "stopped")
         return {"metrics": [[name, {}, getattr(status, name)] for name in names] if status is not None else []}
+
+    def _direct_state(self) -> str:
+        """Whether blocks are copied directly, once the device has been tested, or why not."""
+        until = time.monotonic() + _TEST_SECONDS
+        while self._cache is not None and not self._cache.direct_state and time.monotonic() < until:
+            time.sleep(0.05)
+        return "no connector" if self._cache is None else self._cache.direct_state or "the test at the start goes on"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from foreword.blocks.layout import BlockUnits, LayerLayout, Layout, whole_blocks
 from foreword.blocks.portable_units import portable_units
 from foreword.engine.engine_stores import EngineStores
 from foreword.integrations.vllm_extras.packing import cpu_planes
-from foreword.offload.portable_copies import PlaneGroup, copy_compiled
+from foreword.offload.frame_copies import PlaneGroup, copy_compiled
 from foreword.offload.staging import StagingArena
 from foreword.offload.unit_group import UnitGroup
 from foreword.store.urls import open_store

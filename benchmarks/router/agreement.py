@@ -37,7 +37,7 @@ from foreword.router.discovery import configured_replicas
 from foreword.router.process import serving
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import clock
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.routing.placement import Decision
 
 

@@ -21,6 +21,7 @@ from foreword.store.frame import HEADER_BYTES, MAGIC, RAW, VERSION
 _SUMMED: Final = HEADER_BYTES - 32  # bytes of the header that the checksum covers
 _LONGEST_SHORT: Final = 240  # bytes; longer inputs are read in blocks
 _HEAD: Final = struct.pack("<4sHH", MAGIC, VERSION, RAW)
+HEAD_BYTES: Final = len(_HEAD) + NAME_BYTES  # of one of the `heads`
 # XXH3's default secret.
 _SECRET: Final = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -73,13 +74,15 @@ class DeviceChecksums:
         """
         self._launch(frames, slots, payload, None, None)
 
-    def check(self, frames: Tensor, slots: Tensor, payload: int, heads: Tensor) -> Tensor:
+    def check(self, frames: Tensor, slots: Tensor, payload: int, heads: Tensor, found: Tensor | None = None) -> Tensor:
         """Which frames are intact, raw and the wanted ones: int32 on the device, 1 or 0 for each slot, on the current stream.
 
         Args:
             heads: what `heads` gives for the wanted names, on the device.
+            found: where to write it; by default new memory.
         """
-        found = torch.zeros(len(slots), dtype=torch.int32, device=self._device)
+        if found is None:
+            found = torch.empty(len(slots), dtype=torch.int32, device=self._device)
         self._launch(frames, slots, payload, heads, found)
         return found
 

@@ -7,7 +7,7 @@ configuration that does is an error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from foreword.errors import ConfigError
@@ -89,9 +89,8 @@ class DirectCopies(ABC):
         """Whether a load can begin now."""
 
     @abstractmethod
-    def load(self, load: StoreLoad, done: int, count: int, deadline: float) -> DirectLoad | None:
-        """Queue the copies of `count` blocks of a load, from number `done` on, up to the first that the tier does not have.
-        None if there is none, or no room until the deadline, or nothing may be copied any more."""
+    def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[DirectLoad, None, None]:
+        """Queue the copies of blocks of a load, part by part; it ends early where one is missing, or there is no room in time."""
 
     @abstractmethod
     def close(self) -> None:

@@ -20,8 +20,9 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -32,7 +33,17 @@ from foreword.blocks.layout import ROOT_BYTES
 from foreword.errors import BadFrame
 from foreword.offload.direct_extra import DirectCopies, DirectExtra
 from foreword.offload.pinned import PIN_BYTES, CudaPinning, PinnedMemory, Pinning
-from foreword.offload.ring import PIECE_BYTES, PIECES_OF_A_LOAD, DeviceRing, Part, Piece, RingLoad, TierMemory
+from foreword.offload.ring import (
+    PIECE_BYTES,
+    PIECES_OF_A_LOAD,
+    DeviceRing,
+    LoadBatch,
+    Part,
+    Piece,
+    RingLoad,
+    TierMemory,
+    copies_of,
+)
 from foreword.offload.writer import WriteBehind
 from foreword.store.background import background_thread
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
@@ -48,6 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("foreword.offload")
 SMALLEST_PAYLOAD: Final = 16 << 10  # bytes; shorter frames are faster through the staging arena
 _CALL_SECONDS: Final = 5.0
+_LENT_BYTES: Final = 512 << 20  # that the tier lends together to a load: other blocks may be evicted meanwhile
 _TESTED: Final = 3  # frames of each group in the test at the start
 _CLOSE_SECONDS: Final = 5.0
 _ROOM_PAUSE: Final = 0.02  # seconds between two looks whether a further tier has given slots back
@@ -83,7 +95,8 @@ class _Save:
 
 @dataclass(slots=True, eq=False)
 class _TierLoad:
-    """Blocks on their way from the tier into the device. `release` returns slots and piece."""
+    """Blocks on their way from the tier into the device, through one piece of the ring. `release` returns it, and what is lent
+    if no other piece of it is on its way."""
 
     tier: DirectTier
     copy: RingLoad
@@ -109,8 +122,51 @@ class _TierLoad:
         load.end_copy([direct.place] * sound if copied else None, whole=whole)
         direct.tier.count_borrowed(sound, self.size * sound // self.count, load.copied_at - began if timed else 0.0)
         if copied and not whole:
-            load.close()
-            direct.read_again(self.names[sound])
+            # The block is deleted before the load has ended: what is computed in its place is saved then.
+            try:
+                direct.read_again(self.names[sound])
+            finally:
+                load.close()
+
+
+@dataclass(slots=True, eq=False)
+class _LentBlocks:
+    """Blocks of a load that the tier lends together: what they need is made once, and each piece of the ring takes some. Used
+    by one thread, and lent until `release` and the ends of all its copies.
+
+    Attributes:
+        sizes: bytes of the frames.
+    """
+
+    tier: DirectTier
+    batch: LoadBatch
+    sizes: Sequence[int]
+    end: Callable[[], None]
+    users: int = 1
+
+    def load(self, number: int, piece: Piece, mark: Event | None) -> _TierLoad:
+        """Queue the copy of the blocks of a piece of the ring, which the caller has."""
+        (low, high), ring = self.batch.frames(number), self.tier.ring
+        try:
+            copy = ring.load(self.batch, number, piece, mark)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error that is raised says more
+                ring.loaded().synchronize()
+            ring.give(piece)
+            raise
+        self.users += 1
+        size = sum(self.sizes[low:high])
+        return _TierLoad(self.tier, copy, self.batch.names[low:high], size, partial(self._ended, piece))
+
+    def _ended(self, piece: Piece) -> None:
+        self.tier.ring.give(piece)
+        self.release()
+
+    def release(self) -> None:
+        """No further piece is queued, or the copies of one have ended."""
+        self.users -= 1
+        if not self.users:
+            self.end()
 
 
 class DirectTier(DirectCopies):
@@ -144,6 +200,8 @@ class DirectTier(DirectCopies):
         self.tier: StoreTier = store.tiers[self.place]
         self._places = places
         self._writer = writer
+        # A load that has most of a small tier's slots would keep saves waiting.
+        self._most_lent = min(max(PIECES_OF_A_LOAD * ring.piece_bytes, len(memory) // 2), _LENT_BYTES)
         self._waiting: list[_Save] = []
         self._pending = 0
         self._full = False
@@ -304,10 +362,7 @@ class DirectTier(DirectCopies):
                 else next(one.reserved for one in saves if one.reserved.slots)
             )
             memory = self._tier_memory(first.memory, first.stride)
-            step = self.ring.room(first.stride)
-            for low in range(0, len(slots), step):
-                part = slice(low, low + step)
-                event = self.ring.save(saves[0].group, units[part], headers[part], memory, slots[part])
+            event = self.ring.save(saves[0].group, units, headers, memory, slots)
         return event
 
     # Publishing, on a thread of its own
@@ -359,76 +414,75 @@ class DirectTier(DirectCopies):
     def count(self, places: Sequence[int], done: int, size: int) -> int:
         if not self.usable:
             return 0
-        most = max(min(size, self.ring.piece_bytes) // (HEADER_BYTES + max(self.ring.block_bytes)), 1)
-        return len([*itertools.takewhile(self.place.__eq__, places[done : done + most])])
+        longest = HEADER_BYTES + max(self.ring.block_bytes)
+        most, room = max(min(size, self._most_lent) // longest, 1), self.ring.piece_bytes // longest
+        most -= most % room if most > room else 0  # pieces of the ring that are full
+        some = places[done : done + most]
+        if some.count(self.place) == len(some):
+            return len(some)
+        return len([*itertools.takewhile(self.place.__eq__, some)])
 
     @property
     def has_room(self) -> bool:
         return self.ring.free
 
-    def load(self, load: StoreLoad, done: int, count: int, deadline: float) -> _TierLoad | None:
-        piece = self.ring.wait_for(deadline)
-        if piece is None:
-            return None
-        end, began = done + count, False
-
-        def begin() -> bool:
-            nonlocal began
-            began = load.begin_copy()
-            return began
-
-        parts = load.names[done:end], load.groups[done:end], load.blocks[done:end]
+    def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[_TierLoad, None, None]:
+        end = done + count
+        lent = self._lend(load.names[done:end], load.groups[done:end], load.blocks[done:end])
+        if lent is None:
+            return
         try:
-            return self._queue(piece, *parts, None if done else load.mark, begin)
-        except BaseException:
-            if began:
-                load.end_copy([])
-            raise
+            for number in range(lent.batch.pieces):
+                piece = self.ring.wait_for(load.deadline if number else deadline)
+                if piece is None:
+                    return
+                if not load.begin_copy():
+                    self.ring.give(piece)
+                    return
+                try:
+                    one = lent.load(number, piece, None if done + number else load.mark)
+                except BaseException:
+                    load.end_copy([])
+                    raise
+                yield one
+        finally:
+            lent.release()
 
-    def _queue(
-        self,
-        piece: Piece,
-        names: Sequence[Name],
-        groups: Sequence[int],
-        blocks: Sequence[int],
-        mark: Event | None,
-        begin: Callable[[], bool],
-    ) -> _TierLoad | None:
-        """Queue the copies of blocks into units of their groups, up to the first that the tier does not have. None, and the
-        piece is free, if there is none, or `begin` says that nothing may be copied any more."""
+    def _lend(self, names: Sequence[Name], groups: Sequence[int], blocks: Sequence[int]) -> _LentBlocks | None:
+        """The first of these blocks, for units of their groups, up to the first that the tier does not have; None if there is
+        none. The caller releases them."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.ring.give, piece)
             loan = stack.enter_context(self.tier.borrow(names, time.monotonic() + _CALL_SECONDS))
-            count = self._usable(loan, groups, piece)
-            if not count or not begin():
+            sizes = [len(data) for data in loan.frames]
+            count = self._usable(loan, sizes, groups)
+            if not count:
                 return None
             parts: list[Part] = []
             low = 0
-            for group, members in itertools.groupby(groups[:count]):
-                high = low + len([*members])
+            while low < count:
+                group, high = groups[low], count
+                if groups.count(group) < len(groups):
+                    high = low + sum(1 for _ in itertools.takewhile(group.__eq__, groups[low:count]))
                 parts.append((group, self._places(group, blocks[low:high]), names[low:high]))
                 low = high
-            memory, slots = self._tier_memory(loan.memory, loan.stride), loan.slots[:count]
-            try:
-                copy = self.ring.load(piece, parts, memory, slots, mark)
-            except BaseException:
-                with contextlib.suppress(Exception):  # the error that is raised says more
-                    self.ring.loaded().synchronize()
-                raise
-            size = sum(len(data) for data in loan.frames[:count])
-            return _TierLoad(self, copy, names[:count], size, stack.pop_all().close)
+            memory = self._tier_memory(loan.memory, loan.stride)
+            batch = self.ring.plan_load(parts, memory, loan.slots[:count])
+            return _LentBlocks(self, batch, sizes, stack.pop_all().close)
 
-    def _usable(self, loan: Loan, groups: Sequence[int], piece: Piece) -> int:
-        """How many of the first lent frames are as long as those of their groups, page-locked, and have room in a piece."""
+    def _usable(self, loan: Loan, sizes: Sequence[int], groups: Sequence[int]) -> int:
+        """How many of the first lent frames are as long as those of their groups, and page-locked, if a piece has room."""
+        if not sizes or loan.stride > self.ring.piece_bytes:
+            return 0
         lengths = [HEADER_BYTES + size for size in self.ring.block_bytes]
-        room, pinned = len(piece.memory) // loan.stride, sys.maxsize
-        if self._pinned is not None:
+        wanted = [lengths[group] for group in groups[: len(sizes)]]
+        count = len(sizes)
+        if sizes != wanted:
+            pairs = zip(sizes, wanted, strict=True)
+            count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self._pinned is not None and count:
             pinned = self._pinned.end // loan.stride
-        count = 0
-        for data, slot, group in zip(loan.frames, loan.slots, groups, strict=False):
-            if len(data) != lengths[group] or slot >= pinned or count == room:
-                break
-            count += 1
+            if max(loan.slots[:count]) >= pinned:
+                count = sum(1 for _ in itertools.takewhile(pinned.__gt__, loan.slots[:count]))
         return count
 
     def read_again(self, name: Name) -> None:
@@ -462,7 +516,8 @@ def _open(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> Dir
     else:
         queues = staging.queues
         if queues is not None:
-            ring = DeviceRing(staging.planes(), staging.block_bytes, staging.device, queues, PIECE_BYTES)
+            copies = copies_of(staging.device)
+            ring = DeviceRing(staging.planes(), staging.block_bytes, staging.device, queues, PIECE_BYTES, copies)
         reason = "" if ring is not None else "KV is on the CPU"
     if ring is None or memory is None:
         log.warning("store.direct has no effect: %s; blocks go through the staging arena", reason)

@@ -271,14 +271,15 @@ class OffloadManager:
         count = 0 if direct is None else direct.count(store_load.places, done, size)
         if direct is None or not count:
             return 0
-        # Room comes back when copies have ended: first that of this load.
-        while queued and (len(queued) >= direct.loads_at_once or not direct.has_room):
-            self._await_copy(store_load, queued)
-        load = direct.load(store_load, done, count, deadline)
-        if load is None:
-            return 0
-        queued.append(_GroupCopy(load.copied, [], [], load))
-        return load.count
+        begun = 0
+        with contextlib.closing(direct.loads(store_load, done, count, deadline)) as loads:
+            while True:
+                while queued and (len(queued) >= direct.loads_at_once or not direct.has_room):
+                    self._await_copy(store_load, queued)
+                if (load := next(loads, None)) is None:
+                    return begun
+                queued.append(_GroupCopy(load.copied, [], [], load))
+                begun += load.count
 
     def _slots_to_load(
         self, store_load: StoreLoad, count: int, deadline: float, queued: deque[_GroupCopy]
@@ -326,12 +327,12 @@ class OffloadManager:
                 oldest.direct.end(store_load, copied=loaded, timed=not held_up)
             else:
                 store_load.end_copy([one.tier for one in oldest.found] if loaded else None)
-            if loaded and store_load.full:
-                self._writer.drop_promotion(oldest.slots, self._loading_slots)
-            elif loaded:
-                self._promote(oldest.found, oldest.slots, store_load.started)
-            else:
-                self._loading_slots.give(oldest.slots)
+                if loaded and store_load.full:
+                    self._writer.drop_promotion(oldest.slots, self._loading_slots)
+                elif loaded:
+                    self._promote(oldest.found, oldest.slots, store_load.started)
+                else:
+                    self._loading_slots.give(oldest.slots)
 
     def _is_rate_known(self, store_load: StoreLoad) -> bool:
         """Whether the read rate of the first block's tier is known."""

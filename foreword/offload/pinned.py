@@ -9,6 +9,7 @@ from typing import Final, Protocol
 
 import torch
 
+from foreword.offload import numa
 from foreword.store.background import background_thread
 
 log = logging.getLogger("foreword.offload")
@@ -19,6 +20,10 @@ _PORTABLE: Final = 1  # for all contexts of this process
 
 class Pinning(Protocol):
     """Page-locks memory, and releases it."""
+
+    def place(self, address: int, size: int) -> None:
+        """Let memory be near the device, where the system can."""
+        ...
 
     def lock(self, address: int, size: int) -> str | None:
         """None, or why it was refused."""
@@ -32,6 +37,16 @@ class CudaPinning:  # pragma: no cover - needs a GPU
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def place(self, address: int, size: int) -> None:
+        facts = torch.cuda.get_device_properties(self._device)
+        numbers = (getattr(facts, f"pci_{name}_id", None) for name in ("domain", "bus", "device"))
+        domain, bus, device = numbers
+        if bus is None or device is None:  # an older PyTorch
+            return
+        node = numa.node_of(f"{domain or 0:04x}:{bus:02x}:{device:02x}.0")
+        if node is not None:
+            numa.prefer(address, size, node)
 
     def lock(self, address: int, size: int) -> str | None:
         with torch.cuda.device(self._device):
@@ -83,6 +98,7 @@ class PinnedMemory:
 
     def _run(self) -> None:
         ready: bool | None = None
+        self._pinning.place(self._address, self.size)
         while self.end < self.size and not self._stopped.is_set() and ready is not False:
             size = min(self._piece, self.size - self.end)
             refused = self._pinning.lock(self._address + self.end, size)

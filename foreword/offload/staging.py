@@ -15,7 +15,7 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
 from foreword.offload import huge_pages
 from foreword.offload.device import DeviceCopies, Event, Plane, Queues
-from foreword.offload.portable_copies import PlaneGroup, UnitPlane, copy_compiled
+from foreword.offload.frame_copies import PlaneGroup, UnitPlane, copy_compiled
 from foreword.store.background import PagePopulator
 from foreword.store.base import Loan
 from foreword.store.frame import HEADER_BYTES

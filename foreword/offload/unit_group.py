@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foreword.errors import ModelUnsupported
-from foreword.offload.portable_copies import PlaneGroup, UnitCopyMaker, UnitPlane, copy_with_views
+from foreword.offload.frame_copies import PlaneGroup, UnitCopyMaker, UnitPlane, copy_with_views
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -274,7 +274,7 @@ bool run(Copy& copy, char* target, const char* source) {
 
 extern "C" {
 
-// K or V of one layer (offload/portable_copies.py). Strides and offsets in bytes.
+// K or V of one layer (offload/frame_copies.py). Strides and offsets in bytes.
 struct UnitPlane {
     char* paged;
     int64_t offset;

@@ -12,7 +12,7 @@ from foreword.api.routes import NO_BODY, JsonBody, Meter, Query, Right, Routes
 from foreword.errors import BadRequest, ConfigError
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock, parse_spec
-from foreword.router.service import Router
+from foreword.router.router import Router
 
 _MAX_DECISIONS: Final = 1000
 

@@ -26,7 +26,7 @@ from foreword.router.replica_body import (
 )
 from foreword.router.replicas import clock
 from foreword.router.response_proxy import proxy_response
-from foreword.router.service import Router
+from foreword.router.router import Router
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:

@@ -9,7 +9,7 @@ from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig
 from foreword.router.extras import extras_for
 from foreword.router.replicas import ReplicaSpec, parse_spec
-from foreword.router.service import Router
+from foreword.router.router import Router
 
 
 def configured_replicas(config: RouterConfig) -> list[ReplicaSpec]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from foreword.router.attempt import Attempt
     from foreword.router.proxied_request import ProxiedRequest
     from foreword.router.replica_pool import ReplicaPool
-    from foreword.router.service import Router
+    from foreword.router.router import Router
     from foreword.routing.cost_kinds import CostKinds
     from foreword.routing.fleet import Disaggregation, Fleet
     from foreword.tokens.tokenizer import Tokenizer

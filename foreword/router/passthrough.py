@@ -15,7 +15,7 @@ from foreword.errors import NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.replica_body import edited, read_body
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
-from foreword.router.service import Router
+from foreword.router.router import Router
 
 _DROPPED = frozenset(("kv_transfer_params", "cache_salt", "salt", "request_id"))
 

@@ -25,7 +25,7 @@ from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
 from foreword.router.extras import extras_for, order_for
 from foreword.router.replicas import ReplicaSpec
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.routing.policies import policy_named
 
 if TYPE_CHECKING:

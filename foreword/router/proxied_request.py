@@ -47,7 +47,7 @@ from foreword.router.extras import ServedRequest, Translation
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
 from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, is_refusal, read_whole
-from foreword.router.service import MAX_STALLS, Router
+from foreword.router.router import MAX_STALLS, Router
 from foreword.router.suspicious import Ask
 from foreword.routing.placement import PlacementQuery
 from foreword.usage import TokenUsage

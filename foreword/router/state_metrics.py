@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from foreword.observability.front_registry import counter, gauge
 from foreword.router.replicas import clock
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.routing.event_feed import FeedCounters
 
 # Name, description, and how the state of a replica or of a pool gives the value.

@@ -28,7 +28,7 @@ from foreword.decoders import decode_object
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.router.replica_body import edited, parse_request, read_body
 from foreword.router.replicas import Upstream
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router_extras.fan_out import healthy, send_once
 from foreword.usage import TokenUsage
 

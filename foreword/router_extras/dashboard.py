@@ -14,7 +14,7 @@ from foreword.dashboard.pages import add_pages
 from foreword.errors import Forbidden, Unauthorized
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router_extras.fleet_overview import answers_of, decisions_of, misses_of, of_fleet, prefixes_of
 
 _SHOWN_DECISIONS: Final = 20

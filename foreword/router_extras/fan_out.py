@@ -8,7 +8,7 @@ from foreword.api.front import Answer, Call
 from foreword.errors import NoReplica, ReplicaFailed
 from foreword.router.passthrough import send
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
-from foreword.router.service import Router
+from foreword.router.router import Router
 
 
 def healthy(router: Router) -> list[Upstream]:

@@ -16,7 +16,7 @@ from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.stored_responses import StoredResponses
 from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
 from foreword.router.replicas import Upstream, clock
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router_extras.fan_out import chosen, send_once
 from foreword.router_extras.router_prefixes import RouterPrefixes
 from foreword.router_extras.worker_links import workers_of

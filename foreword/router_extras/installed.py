@@ -18,8 +18,8 @@ from foreword.router.auth import RouterAuth
 from foreword.router.extras import ApplyReplicas, Audit, Order, RouterExtras
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import Upstream
+from foreword.router.router import Router
 from foreword.router.router_metrics import RouterMetrics
-from foreword.router.service import Router
 from foreword.router_extras import cache_api, dashboard, disaggregated, fleet_erasures, prefixes_api, translated_api
 from foreword.router_extras.router_misses import RouterMisses
 from foreword.router_extras.router_prefixes import RouterPrefixes

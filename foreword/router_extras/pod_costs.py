@@ -14,7 +14,7 @@ from typing import Final
 import aiohttp
 
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaSpec
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router_extras.kubernetes import ApiServer, Pod, ServiceSpec, ServiceWatch
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.prefixes.book import NamedPrefix
 from foreword.router.passthrough import send_to_one
 from foreword.router.replicas import CONNECTION_ERRORS
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router_extras.fan_out import chosen, foreword_replicas, send_to_all
 from foreword.router_extras.router_prefixes import PUBLIC_TENANT, NewPrefix, RouterPrefixes
 from foreword.tasks import to_its_end

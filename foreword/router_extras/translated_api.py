@@ -22,7 +22,7 @@ from foreword.errors import BadRequest, NoReplica, NotFound
 from foreword.router.completions import proxy
 from foreword.router.passthrough import send_to_one
 from foreword.router.replica_body import ROUTER_FIELDS, TRANSLATED, edited, parse_request
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router_extras.translation import ChatTranslation, chat_request
 from foreword.router_extras.worker_links import workers_of
 

@@ -14,7 +14,7 @@ from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig
 from foreword.router.extras import ApplyReplicas
 from foreword.router.replicas import ReplicaSpec, parse_spec, url_parts
-from foreword.router.service import Router
+from foreword.router.router import Router
 
 logger = logging.getLogger(__name__)
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.batch_copies import BatchCopies, CopyCall
+from benchmarks.gpu.batch_copies import BatchCopies
 from benchmarks.gpu.decisions import forget_pages, resident_share
 from benchmarks.gpu.plan import DECISIONS, LONG, STEPS, TOTAL, Plan, PlanStep
 from benchmarks.gpu.verdicts import verdicts
@@ -278,74 +275,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-# The calls of CUDA's driver that `CopyCall` makes, with the types of cuda.h (13.0): what it gives them is what they read.
-DRIVER = r"""
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-typedef struct { unsigned type; int id; } Location;
-typedef struct { unsigned order; Location source, target; unsigned flags; } Attributes;
-int calls, last_order;
-static int batch(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, Attributes *attributes, size_t *first,
-                 size_t number, size_t *failed, void *stream) {
-  calls++;
-  last_order = attributes->order;
-  if (stream != (void *)77 || number != 1 || *first || attributes->flags || attributes->source.type) return 1;
-  for (size_t i = 0; i < count; i++) {
-    if (sizes[i] > 1000) { *failed = i; return 2; }
-    memcpy((void *)targets[i], (void *)sources[i], sizes[i]);
-  }
-  return 0;
-}
-int cuMemcpyAsync(uint64_t target, uint64_t source, size_t size, void *stream) {
-  calls++;
-  if (stream != (void *)77) return 1;
-  memcpy((void *)target, (void *)source, size);
-  return 0;
-}
-#ifdef BATCH
-int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status) {
-  *status = 0;
-  if (strcmp(name, "cuMemcpyBatchAsync") || version != 12080 || flags) return 1;
-  *found = (void *)batch;
-  return 0;
-}
-#else
-void *unused = (void *)batch;
-#endif
-"""
-
-
-@pytest.mark.parametrize("has_batch", [True, False])
-def test_copies_by_calls_of_the_driver(tmp_path: Path, has_batch: bool) -> None:
-    """With the batch call, which an old driver does not have, and with a call for each block: scattered rows arrive."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    source, library = tmp_path / "driver.c", tmp_path / "driver.so"
-    source.write_text(DRIVER)
-    defined = ["-DBATCH"] if has_batch else []
-    subprocess.run([compiler, "-shared", "-fPIC", *defined, "-o", str(library), str(source)], check=True)
-    driver = ctypes.CDLL(str(library))
-    call = CopyCall(torch.device("cpu"), driver)
-    assert call.name == ("cuMemcpyBatchAsync" if has_batch else "cuMemcpyAsync for each block")
-    stream = types.SimpleNamespace(cuda_stream=77)
-    rows, copied = torch.randint(0, 255, (9, 64), dtype=torch.uint8), torch.zeros(9, 64, dtype=torch.uint8)
-    order = torch.randperm(9)
-    sources, targets = rows.data_ptr() + 64 * order, copied.data_ptr() + 64 * torch.arange(9)
-    for in_order in (True, False):
-        copied.zero_()
-        call(targets, sources, torch.full((9,), 64), stream, in_order=in_order)
-        assert torch.equal(copied, rows[order])
-        if has_batch:
-            assert ctypes.c_int.in_dll(driver, "last_order").value == (1 if in_order else 3)
-    assert ctypes.c_int.in_dll(driver, "calls").value == (2 if has_batch else 18)
-    call(targets[:0], sources[:0], targets[:0], stream, in_order=True)
-    wrong = types.SimpleNamespace(cuda_stream=78)
-    with pytest.raises(RuntimeError, match="error 1"):
-        call(targets, sources, torch.full((9,), 64), wrong, in_order=True)
 
 
 def test_batches_come_back_and_what_fails_is_raised() -> None:

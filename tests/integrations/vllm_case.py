@@ -21,6 +21,7 @@ os.environ.update(
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+_MODULES = {"PatientConnector": "vllm_patient", "DirectConnector": "vllm_direct"}
 # Seconds for anything to come about on a machine that is busy with other things.
 WITHIN = 120.0
 
@@ -38,7 +39,7 @@ def make_llm(job: dict[str, Any]) -> Any:
         name = job.get("connector", "PatientConnector")
         transfer = {
             "kv_connector": name,
-            "kv_connector_module_path": "vllm_patient" if name == "PatientConnector" else "foreword.integrations.vllm",
+            "kv_connector_module_path": _MODULES.get(name, "foreword.integrations.vllm"),
             "kv_role": job.get("role", "kv_both"),
             "kv_connector_extra_config": {
                 "store": job["store"],

@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 
 from foreword.integrations.vllm_extras.packing import check_packing, cpu_planes
-from foreword.offload.portable_copies import copy_compiled, copy_with_views
+from foreword.offload.frame_copies import copy_compiled, copy_with_views
 from foreword.offload.staging import StagingArena
 from foreword.offload.unit_group import UnitGroup
 from foreword.store.frame import HEADER_BYTES

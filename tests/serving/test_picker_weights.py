@@ -16,7 +16,7 @@ from foreword.api.routes import JsonBody
 from foreword.router.app import create_front
 from foreword.router.replica_pool import ReplicaPool, key_model
 from foreword.router.replicas import ReplicaBreaker, ReplicaEvents, ReplicaInfo, ReplicaSpec, Upstream
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router_extras.gateway.picker import DESTINATION, PREFILL, Picker
 from foreword.routing.event_feed import KvEventFeed
 

@@ -18,7 +18,7 @@ from foreword.router.extras import Audit
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.response_stream import ResponseStream
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router.suspicious import Ask
 from foreword.router_extras.router_misses import RouterMisses
 from foreword.routing.fleet import Fleet

@@ -205,7 +205,7 @@ def direct_copies(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     direct: Any = offload._direct
     assert direct.usable and offload.save(ROOT, KEYS, ROOT, 0, range(BLOCKS)) == BLOCKS
     assert offload.flush(WITHIN) and direct.saved == BLOCKS
-    save, load = DeviceRing.save, DeviceRing.load
+    save, load = DeviceRing._save_piece, DeviceRing.load
     for begin in (load, lambda *given: failing(load, *given)):
         monkeypatch.setattr(DeviceRing, "load", begin)
         engine.begin_step()
@@ -218,7 +218,7 @@ def direct_copies(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
             engine.settle(lambda load=found: load.done)  # type: ignore[misc]
     monkeypatch.setattr(DeviceRing, "load", load)
     calls = iter([save, lambda *given: failing(save, *given)])
-    monkeypatch.setattr(DeviceRing, "save", lambda *given: next(calls)(*given))
+    monkeypatch.setattr(DeviceRing, "_save_piece", lambda *given: next(calls)(*given))
     others = [bytes(32 - 1) + bytes([number]) for number in range(6)]
     saving = threading.Thread(target=lambda: suppressed(offload.save, ROOT, others, ROOT, 0, range(6)))
     saving.start()

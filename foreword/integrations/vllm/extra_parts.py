@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foreword.blocks.layout import BlockUnits, Layout
     from foreword.integrations.vllm.groups import ConnectorGroup
     from foreword.integrations.vllm.step_messages import TierChange
-    from foreword.offload.portable_copies import PlaneGroup
+    from foreword.offload.frame_copies import PlaneGroup
     from foreword.store.tiered import TieredStore
     from foreword.store.types import Reach
 

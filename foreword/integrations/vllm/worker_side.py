@@ -56,9 +56,9 @@ from foreword.integrations.vllm.transfer_extra import (
 from foreword.integrations.vllm.weight_changes import follow_loads
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.device import follow_stream
+from foreword.offload.frame_copies import PlaneGroup
 from foreword.offload.load import StoreLoad
 from foreword.offload.manager import OffloadManager
-from foreword.offload.portable_copies import PlaneGroup
 from foreword.offload.staging import StagingArena
 from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.base import Store

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foreword.blocks.layout import BlockUnits
 from foreword.errors import ModelUnsupported
-from foreword.offload.portable_copies import copy_compiled
+from foreword.offload.frame_copies import copy_compiled
 from foreword.offload.unit_group import UnitGroup
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFaile
 from foreword.router.attempt import Attempt
 from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replicas import clock, is_refusal
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router_extras.gateway import envoy_messages as envoy
 from foreword.router_extras.gateway.picker import (
     DESTINATION,

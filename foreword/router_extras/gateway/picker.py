@@ -26,7 +26,7 @@ from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replica_body import TRANSLATED, replica_body
 from foreword.router.replicas import Upstream, clock
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router.suspicious import SuspiciousRequest
 from foreword.router_extras.translation import chat_request
 

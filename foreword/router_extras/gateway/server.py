@@ -15,7 +15,7 @@ from typing import Any, Final
 from foreword.api.errors import MAX_BODY_BYTES
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig, ServerConfig
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router_extras.gateway.picker import FAULTS_OF_CLIENTS, Picker
 
 logger = logging.getLogger(__name__)
