@@ -63,10 +63,9 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """Add a replica: `{"replica": "http://host:8000", "role": "decode"}`."""
         try:
             spec = parse_spec(call.body.replica, call.body.role)
-            upstream = router.add(spec, "api")
+            upstream = await router.changed("add", router.add(spec, "api"))
         except ConfigError as error:
             raise BadRequest(error.message, param="replica") from None
-        await router.changed("add", upstream.url, upstream.spec.role)
         return Answer.json(describe(router, upstream), 201)
 
     optional = JsonBody.of(ReplicaBody, optional=True, closed=True)
@@ -79,23 +78,18 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         query: RemoveQuery = call.query
         if bool(query.replica) == (call.body is not None):
             raise refuse("replica", "is required once, in the query or in the body")
-        upstream = router.remove(query.replica or call.body.replica)
-        await router.changed("remove", upstream.url)
-        return {"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight + upstream.elsewhere}
+        upstream = await router.changed("remove", router.remove(query.replica or call.body.replica))
+        return {"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight}
 
     @routes.add("POST", _PATH + "drain", right=operator, meter=free, body=body, tag="router")
     async def drain(call: Call) -> dict[str, Any]:
         """Send no new requests to a replica; those in flight continue."""
-        upstream = router.drain(call.body.replica, True)
-        await router.changed("drain", upstream.url)
-        return describe(router, upstream)
+        return describe(router, await router.changed("drain", router.drain(call.body.replica, True)))
 
     @routes.add("POST", _PATH + "undrain", right=operator, meter=free, body=body, tag="router")
     async def undrain(call: Call) -> dict[str, Any]:
         """Send requests to a drained replica again."""
-        upstream = router.drain(call.body.replica, False)
-        await router.changed("undrain", upstream.url)
-        return describe(router, upstream)
+        return describe(router, await router.changed("undrain", router.drain(call.body.replica, False)))
 
     @routes.add(
         "GET", _PATH + "decisions", right=operator, meter=free, body=NO_BODY, query=DecisionsQuery, tag="router"
@@ -132,7 +126,7 @@ def describe(router: Router, upstream: Upstream) -> dict[str, Any]:
         "reason": excluded or None,
         "breaker": upstream.breaker.state,
         "drained": upstream.drained,
-        "in_flight": upstream.in_flight + upstream.elsewhere,
+        "in_flight": upstream.in_flight,
     }
     if info is not None:
         described |= {

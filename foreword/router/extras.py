@@ -290,10 +290,8 @@ class RouterExtras(ABC):
         """Raises ConfigError for settings that only one process can have."""
 
     @abstractmethod
-    def run_workers(
-        self, config: Config, current: Callable[[bytes], bytes], work: Callable[[Callable[[], Router]], int]
-    ) -> int:
-        """Run several processes until a signal; returns the exit status. `work` runs in each, with what makes its router."""
+    def run_workers(self, config: Config, current: Callable[[bytes], bytes], serve: Callable[[Router], Any]) -> int:
+        """Run processes until a signal; returns the exit status. Each runs `serve`, a coroutine, with its router."""
 
     @abstractmethod
     def load_tokenizer(self, source: str) -> Tokenizer:

@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,6 @@ _GC_THRESHOLDS = (5_000, 10, 100)
 _SWITCH_SECONDS = 0.0005
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _PICKER = "--picker"
-_WORKERS = "--workers"
 # A stream needs two connections: to the client and to the replica.
 _MIN_OPEN_FILES = 4096
 
@@ -62,7 +60,7 @@ def check(config: Config) -> list[ReplicaSpec]:
     if given.prefix_file is not None:
         check_folder(os.path.dirname(os.path.abspath(given.prefix_file)))
     if given.workers > 1:
-        extras_for(_WORKERS).check_workers(config)
+        extras_for("--workers").check_workers(config)
     RouterAuth(config)  # raises configuration errors early
     return specs
 
@@ -78,13 +76,9 @@ def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
     gc.set_threshold(*_GC_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_SECONDS)
     if config.router.workers > 1:
-        return extras_for(_WORKERS).run_workers(config, current, partial(_work, listener, specs))
-    return _work(listener, specs, partial(Router, config, current))
-
-
-def _work(listener: socket.socket, specs: list[ReplicaSpec], make: Callable[[], Router]) -> int:
+        return extras_for("--workers").run_workers(config, current, lambda router: _serve(listener, specs, router))
     with http.event_loop() as runner:
-        return runner.run(_serve(listener, specs, make))
+        return runner.run(_serve(listener, specs, Router(config, current)))
 
 
 def _check_tokenizer(source: str) -> None:
@@ -95,10 +89,10 @@ def _check_tokenizer(source: str) -> None:
             raise ConfigError(f"--tokenizer {source}: the folder has no {_TOKENIZER_FILES[0]}")
 
 
-async def _serve(listener: socket.socket, specs: list[ReplicaSpec], make: Callable[[], Router]) -> int:
+async def _serve(listener: socket.socket, specs: list[ReplicaSpec], router: Router) -> int:
     stop = asyncio.Event()
     http.catch_signals(stop.set)
-    async with serving(listener, specs, make) as router:
+    async with serving(listener, specs, router):
         # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
         gc.collect()
         gc.freeze()
@@ -109,11 +103,8 @@ async def _serve(listener: socket.socket, specs: list[ReplicaSpec], make: Callab
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    listener: socket.socket, specs: list[ReplicaSpec], make: Callable[[], Router]
-) -> AsyncIterator[Router]:
+async def serving(listener: socket.socket, specs: list[ReplicaSpec], router: Router) -> AsyncIterator[Router]:
     """A router that serves on a socket, on the running event loop."""
-    router = make()
     await router.start()
     discovery = Discovery(router, router.config)
     front = create_front(router)

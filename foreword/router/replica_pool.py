@@ -345,7 +345,7 @@ class ReplicaPool:
                 one.measuring.cancel()
         if upstream.breaker.half_open:
             upstream.trial = True
-        if upstream.trial or upstream.in_flight + upstream.elsewhere >= upstream.max_in_flight:
+        if upstream.trial or upstream.in_flight >= upstream.max_in_flight:
             self.fleet.exclude(upstream.url, upstream.excluded(now))
         if prefill is not None and request.ask is not None and request.ask.spare < MOST_DEATHS:
             prefill = None

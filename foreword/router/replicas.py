@@ -264,8 +264,7 @@ class Upstream:
         metrics: its metrics as last read.
         drained: an operator drained it; it gets no new requests. unready: Kubernetes says that it is not ready; the same.
         pause_until: it replied that it is overloaded; it gets no requests until then.
-        in_flight: requests that this router sent there and that have not ended, at most `max_in_flight` with those that other
-            workers of it sent, `elsewhere`.
+        in_flight: requests that this router sent there and that have not ended, at most `max_in_flight`.
         trial: the breaker is half-open, and the trial request is in flight.
         panic: all replicas of its pool are out because of failed requests: it is used if probes succeed.
         unreachable: the last probe got no answer, so its streams will not continue.
@@ -295,7 +294,6 @@ class Upstream:
     unready: bool = False
     pause_until: float = 0.0
     in_flight: int = 0
-    elsewhere: int = 0
     max_in_flight: int = 512
     trial: bool = False
     panic: bool = False
@@ -374,8 +372,8 @@ class Upstream:
             return "overloaded: the circuit is half-open, and one trial request is in flight"
         if self.pause_until > now:
             return f"overloaded: it asked to retry in {self.pause_until - now:.1f} s"
-        if self.in_flight + self.elsewhere >= self.max_in_flight:
-            return f"overloaded: {self.in_flight + self.elsewhere} requests are in flight there"
+        if self.in_flight >= self.max_in_flight:
+            return f"overloaded: {self.in_flight} requests are in flight there"
         return ""
 
 

@@ -270,8 +270,9 @@ class Router:
         logger.info("replica %s %s", upstream.url, "drained" if drained else "undrained")
         return upstream
 
-    async def changed(self, change: str, url: str, role: str = "") -> None:
-        """An operator has changed a replica here: a router of several processes changes it in all."""
+    async def changed(self, change: str, upstream: Upstream) -> Upstream:
+        """An operator has changed this replica here: a router of several processes changes it in all."""
+        return upstream
 
     def refresh(self, upstream: Upstream) -> None:
         """Apply a change of a replica's state to its pool."""

@@ -215,7 +215,10 @@ class Ask:
         self._last = death, tokens
         self._suspects.accuse(self._asked.whole)
         for key in self._keys:
-            self._suspects.died(key, death, innocent, whole=key == self._asked.whole)
+            one = self._suspicion(key)
+            one.deaths = [old for old in one.deaths if old[:2] != death[:2] and old is not innocent]
+            one.deaths.append(death)
+            one.until = now + _SECONDS
         logger.warning("request %s was at %s when it died: %d in all", self._name, upstream.url, self.deaths)
         self._suspects.keep_newest()
 
@@ -278,13 +281,6 @@ class Suspects:
     def get(self, key: bytes, *, whole: bool) -> _Suspicion:
         """Knowledge of a digest, to be changed."""
         return self._suspicions.setdefault(key, _Suspicion(whole))
-
-    def died(self, key: bytes, death: Death, innocent: Death | None, *, whole: bool) -> None:
-        """A replica died at it, and another one, which is `innocent`, did not because of it."""
-        one = self.get(key, whole=whole)
-        one.deaths = [old for old in one.deaths if old[:2] != death[:2] and old != innocent]
-        one.deaths.append(death)
-        one.until = death.at + _SECONDS
 
     def was_served(self, key: bytes) -> bool:
         return self._served.get(key, 0.0) > clock()

@@ -108,12 +108,10 @@ class InstalledExtras(RouterExtras):
 
         check(config)
 
-    def run_workers(
-        self, config: Config, current: Callable[[bytes], bytes], work: Callable[[Callable[[], Router]], int]
-    ) -> int:
+    def run_workers(self, config: Config, current: Callable[[bytes], bytes], serve: Callable[[Router], Any]) -> int:
         from foreword.router_extras.workers.worker_router import run
 
-        return run(config, current, work)
+        return run(config, current, serve)
 
     def load_tokenizer(self, source: str) -> Tokenizer:
         from foreword.tokens.tokenizer import Tokenizer

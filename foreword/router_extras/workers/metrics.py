@@ -9,9 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 _PREFIX: Final = "foreword:router_"
 # What every worker sees: it is not more because there are more workers.
-_SEEN_BY_ALL: Final = frozenset(_PREFIX + name for name in ("kv_events", "breaker_opened"))
+_OF_ALL: Final = (
+    "kv_events", "breaker_opened", "replica_deaths", "expected_cached_tokens", "actual_cached_tokens", "overestimated_tokens",
+    "underestimated_tokens",
+)  # fmt: skip
+_SEEN_BY_ALL: Final = frozenset(_PREFIX + name for name in _OF_ALL)
 # Gauges of which each worker has a part. The others are about the same replicas and blocks.
-_PARTS: Final = frozenset(_PREFIX + name for name in ("in_flight", "queue_length"))
+_PARTS: Final = frozenset(_PREFIX + name for name in ("queue_length",))
 _SINCE: Final = "process_start_time_seconds"
 
 

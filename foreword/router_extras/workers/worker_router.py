@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from foreword.api import http
 from foreword.api.outcomes import LOG_FIELDS
 from foreword.errors import ConfigError, NotFound
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import ReplicaSpec, Upstream, clock, parse_spec
-from foreword.router.service import Router
+from foreword.router.router import Router
 from foreword.router.suspicious import Death, Suspects
 from foreword.router_extras.worker_links import Workers
 from foreword.router_extras.workers.bus import Failed, Finished, First, Known, Message, Sent, Told, WorkerBus
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 _MOST_CHANGES: Final = 4096
 
 
-def run(config: Config, current: Callable[[bytes], bytes], work: Callable[[Callable[[], Router]], int]) -> int:
+def run(config: Config, current: Callable[[bytes], bytes], serve: Callable[[Router], Any]) -> int:
     """Run the workers until a signal; returns the exit status."""
     if (
         not config.server.tenant_secret
@@ -55,7 +56,9 @@ def run(config: Config, current: Callable[[bytes], bytes], work: Callable[[Calla
         if number:  # one measures replicas, and keeps the file; all learn from the requests of all
             router = dataclasses.replace(router, measure_seconds=0.0, cost_file=None)
         _name_in_log(number)
-        return work(partial(WorkerRouter, dataclasses.replace(config, router=router), current, seat))
+        with http.event_loop() as runner:
+            status: int = runner.run(serve(WorkerRouter(dataclasses.replace(config, router=router), current, seat)))
+            return status
 
     return Supervisor(config.router.workers, worker).run()
 
@@ -112,9 +115,11 @@ class WorkerRouter(Router):
 
     # An operator's changes
 
-    async def changed(self, change: str, url: str, role: str = "") -> None:
-        self._note(change, url, role)
-        await self.workers.repeat("change", (change, url, role))
+    async def changed(self, change: str, upstream: Upstream) -> Upstream:
+        told = change, upstream.url, upstream.spec.role
+        self._note(*told)
+        await self.workers.repeat("change", told)
+        return upstream
 
     def _note(self, change: str, url: str, role: str) -> None:
         self._changes.pop(url, None)
@@ -171,7 +176,7 @@ class SharedWorkers(Workers):
         self._router = router
         self.bus = WorkerBus(seat, self._told, self._asked, self._joined, self._gone)
         # Requests of other workers that run, by worker and name.
-        self._running: dict[tuple[int, int], tuple[SharedPool, str, str]] = {}
+        self._running: dict[tuple[int, int], tuple[SharedPool, str, Upstream]] = {}
         self._handlers: dict[str, tuple[Callable[[Any], object], Callable[[], Iterable[Any]]]] = {}
 
     def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Iterable[Any]] = tuple) -> None:
@@ -227,7 +232,8 @@ class SharedWorkers(Workers):
 
     def _sent(self, other: int, one: Sent) -> None:
         pool = self._pool(one.model)
-        if pool is None or one.replica not in pool.fleet.replicas:
+        upstream = pool.upstreams.get(one.replica) if pool is not None else None
+        if pool is None or upstream is None or one.replica not in pool.fleet.replicas:
             return
         query = PlacementQuery(
             one.keys,
@@ -243,34 +249,34 @@ class SharedWorkers(Workers):
         estimate = CostEstimate(one.replica, reused=one.reused, computed=one.computed)
         name = f"{other}:{one.name}"
         pool.fleet_heard.sent(name, query, Decision(one.replica, (estimate,), "worker", prefill), one.now)
-        self._running[other, one.name] = pool, name, one.replica
-        self._count(pool, one.replica, 1)
+        self._running[other, one.name] = pool, name, upstream
+        self._count(pool, upstream, 1)
 
     def _ended(self, other: int, one: Finished | Failed) -> None:
         found = self._running.pop((other, one.name), None)
         if found is None:
             return
-        pool, name, replica = found
+        pool, name, upstream = found
         if isinstance(one, Failed):
             pool.fleet_heard.failed(name, one.now)
         else:
             pool.fleet_heard.finished(
                 name, one.now, cached_tokens=one.cached, output_tokens=one.output, guessed=one.guessed
             )
-        self._count(pool, replica, -1)
+        self._count(pool, upstream, -1)
 
     def _gone(self, other: int) -> None:
         """A worker has ended: so have its requests."""
         for number, name in [key for key in self._running if key[0] == other]:
             self._ended(number, Failed(name, clock()))
 
-    def _count(self, pool: ReplicaPool, url: str, change: int) -> None:
-        upstream = pool.upstreams.get(url)
-        if upstream is not None:
-            full = upstream.in_flight + upstream.elsewhere >= upstream.max_in_flight
-            upstream.elsewhere = max(upstream.elsewhere + change, 0)
-            if full or pool.waiting or upstream.in_flight + upstream.elsewhere >= upstream.max_in_flight:
-                pool.refresh(upstream)
+    @staticmethod
+    def _count(pool: ReplicaPool, upstream: Upstream, change: int) -> None:
+        """Its requests in flight are those of all workers."""
+        full = upstream.in_flight >= upstream.max_in_flight
+        upstream.in_flight += change
+        if full or pool.waiting or upstream.in_flight >= upstream.max_in_flight:
+            pool.refresh(upstream)
 
 
 class _Heard:
@@ -381,12 +387,24 @@ class SharedSuspects(Suspects):
     def __init__(self, on_change: Callable[[], None], workers: SharedWorkers) -> None:
         super().__init__(on_change)
         self._workers = workers
-        workers.on("death", lambda told: self._heard(*told), self._known)
+        # The deaths of each digest that all know.
+        self._shared: dict[bytes, list[Death]] = {}
+        workers.on("deaths", lambda told: self._heard(*told), self._known)
         workers.on("innocent", self._innocent)
 
-    def died(self, key: bytes, death: Death, innocent: Death | None, *, whole: bool) -> None:
-        super().died(key, death, innocent, whole=whole)
-        self._workers.tell("death", (key, death, innocent, whole))
+    def keep_newest(self) -> None:
+        super().keep_newest()
+        known, self._shared = (
+            self._shared,
+            {key: list(one.deaths) for key, one in self._suspicions.items() if one.deaths},
+        )
+        for key, deaths in self._shared.items():
+            before = known.get(key, [])
+            if deaths != before:
+                gone = [one for one in before if one not in deaths]
+                self._workers.tell(
+                    "deaths", (key, self._suspicions[key].whole, deaths, gone, self._suspicions[key].until)
+                )
 
     def clear(self, key: bytes) -> None:
         one = self.find(key)
@@ -398,13 +416,19 @@ class SharedSuspects(Suspects):
         super().clear(key)
         self.notify()
 
-    def _heard(self, key: bytes, death: list[Any], innocent: list[Any] | None, whole: bool) -> None:
+    def _heard(self, key: bytes, whole: bool, deaths: list[list[Any]], gone: list[list[Any]], until: float) -> None:
         if whole:
             self.accuse(key)
-        if not self.was_served(key):
-            super().died(key, Death(*death), None if innocent is None else Death(*innocent), whole=whole)
-            self.keep_newest()
-            self.notify()
+        if self.was_served(key):
+            return
+        one = self.get(key, whole=whole)
+        found = {death[:2]: death for death in (*one.deaths, *(Death(*told) for told in deaths))}
+        for told in gone:
+            found.pop(Death(*told)[:2], None)
+        one.deaths, one.until = list(found.values()), max(one.until, until)
+        self._shared[key] = list(one.deaths)
+        self.keep_newest()
+        self.notify()
 
     def _known(self) -> list[Any]:
-        return [(key, death, None, one.whole) for key, one in self._suspicions.items() for death in one.deaths]
+        return [(key, one.whole, one.deaths, [], one.until) for key, one in self._suspicions.items() if one.deaths]
