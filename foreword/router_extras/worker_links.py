@@ -10,7 +10,7 @@ class Workers:
     """The other workers of a router, here of one that has none. Runs on the event loop."""
 
     def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Iterable[Any]] = tuple) -> None:
-        """Call `handler` with what others tell of this kind. A worker that joins is told all that is `known`."""
+        """Call `handler` with what others tell of this kind. A worker that joins hears all that is `known`."""
 
     def tell(self, kind: str, content: Any) -> None:
         """Tell the others, without waiting."""

@@ -18,6 +18,7 @@ from aiohttp import web
 from router_parts import Loop, RouterProcess
 from scripted_replica import ScriptedReplica
 from shared_server import until
+from test_router_deaths import Mortals
 
 CHAT = "/v1/chat/completions"
 ADMIN = "the key of the operator"
@@ -194,3 +195,45 @@ def test_responses_and_names_are_known_to_all(loop: Loop) -> None:
         assert named("law") == {404}
         gone = [call("GET", f"/v1/responses/{first}") for _ in range(12)]
         assert {one.status_code for one in gone} == {404}
+
+
+def test_requests_that_replicas_die_of_are_known_to_all(loop: Loop) -> None:
+    """A request at which two replicas have died is refused by every worker, with the same error, and no third replica dies."""
+    mortals = Mortals(4, "vllm")
+    try:
+        named = [part for url in mortals.urls for part in ("--replica", url)]
+        router = RouterProcess(*named, "--workers", "2").wait_for(8)
+        try:
+            until(lambda: router.metric("foreword:router_workers", state="answering") == 2)
+            poison = [{"role": "user", "content": "poison"}]
+            answers = [ask(router, poison) for _ in range(12)]
+            assert mortals.dead() == 2
+            until(lambda: len(refused_by(router)) == 2)
+            assert {one.json()["error"]["code"] for one in answers} == {"suspicious_request"}
+        finally:
+            router.kill()
+    finally:
+        mortals.kill()
+
+
+def refused_by(router: RouterProcess) -> set[str]:
+    """Workers that have refused a request, as the log names them."""
+    return set(re.findall(r"(worker \d): request \S+ is refused", router.text))
+
+
+def test_a_new_worker_knows_an_operators_changes(loop: Loop) -> None:
+    """A worker that is started after a replica was drained sends no requests there."""
+    one, two = RememberingReplica(loop), RememberingReplica(loop)
+    with routed([one, two], "--admin-key", ADMIN) as router:
+        with httpx.Client(timeout=60) as client:
+            headers = {"authorization": f"Bearer {ADMIN}"}
+            client.post(router.url + "/v1/router/drain", json={"replica": one.url}, headers=headers).raise_for_status()
+        pid = router.popen.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[:1]:
+            os.kill(int(child), signal.SIGKILL)
+        until(lambda: router.text.count(f"replica {two.url} serves") == 3)
+        until(lambda: router.metric("foreword:router_workers", state="answering") == 2)
+        before = one.requests
+        for number in range(12):
+            assert ask(router, [{"role": "user", "content": f"question {number}"}]).status_code == 200
+        assert one.requests == before and len(served_by(router)) == 2

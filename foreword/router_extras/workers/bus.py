@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 import msgspec
 from msgspec import Struct
 
+from foreword.decoders import decode_msgpack
 from foreword.router_extras.workers.supervisor import Seat
 from foreword.tasks import background
 
@@ -53,14 +54,14 @@ class Sent(Struct, frozen=True, array_like=True, tag=0):
 
 
 class First(Struct, frozen=True, array_like=True, tag=1):
-    """Its first token has come."""
+    """The first token of a request has come."""
 
     name: int
     now: float
 
 
-class Finished(Struct, frozen=True, array_like=True, tag=2):
-    """It was served."""
+class RequestFinished(Struct, frozen=True, array_like=True, tag=2):
+    """A request was served."""
 
     name: int
     now: float
@@ -69,8 +70,8 @@ class Finished(Struct, frozen=True, array_like=True, tag=2):
     guessed: bool
 
 
-class Failed(Struct, frozen=True, array_like=True, tag=3):
-    """It failed."""
+class RequestFailed(Struct, frozen=True, array_like=True, tag=3):
+    """A request failed, or its client has gone."""
 
     name: int
     now: float
@@ -96,7 +97,7 @@ class Told(Struct, frozen=True, array_like=True, tag=5):
     content: Any
 
 
-class Asked(Struct, frozen=True, array_like=True, tag=6):
+class WorkerQuestion(Struct, frozen=True, array_like=True, tag=6):
     """A question, or something to do before the answer."""
 
     number: int
@@ -104,16 +105,15 @@ class Asked(Struct, frozen=True, array_like=True, tag=6):
     content: Any
 
 
-class Answered(Struct, frozen=True, array_like=True, tag=7):
+class WorkerAnswer(Struct, frozen=True, array_like=True, tag=7):
     """The answer to a question."""
 
     number: int
     content: Any
 
 
-Message = Sent | First | Finished | Failed | Known | Told | Asked | Answered
+Message = Sent | First | RequestFinished | RequestFailed | Known | Told | WorkerQuestion | WorkerAnswer
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(list[Message]).decode
 
 
 class WorkerBus:
@@ -122,7 +122,7 @@ class WorkerBus:
     Args:
         told: gets each message of another worker, with its number.
         asked: answers a question of another worker.
-        joined: what a worker is told first that has just begun to listen.
+        joined: the first messages to a worker that has just begun to listen.
         gone: a worker has ended.
     """
 
@@ -175,14 +175,14 @@ class WorkerBus:
             self._timer = loop.call_later(_GATHER_SECONDS, self._flush)
 
     async def ask(self, kind: str, content: Any = None) -> list[Any]:
-        """The answers of all others that are connected. All that was told to them before has arrived by then."""
+        """The answers of all others that are connected. Earlier messages have arrived by then."""
         self._flush()
         futures: list[asyncio.Future[Any]] = []
         for other, link in list(self._links.items()):
             number, future = next(self._numbers), asyncio.get_running_loop().create_future()
             self._waiting[number] = other, future
             futures.append(future)
-            link.write(_frame([Asked(number, kind, content)]))
+            link.write(_frame([WorkerQuestion(number, kind, content)]))
         if not futures:
             return []
         done, late = await asyncio.wait(futures, timeout=_ANSWER_SECONDS)
@@ -234,26 +234,26 @@ class WorkerBus:
 
     def _answered(self, link: _Link, messages: list[Message]) -> None:
         for one in messages:
-            if isinstance(one, Answered):
+            if isinstance(one, WorkerAnswer):
                 found = self._waiting.pop(one.number, None)
                 if found is not None and not found[1].done():
                     found[1].set_result(one.content)
 
     def _heard(self, link: _Link, messages: list[Message]) -> None:
         for one in messages:
-            if isinstance(one, Asked):
+            if isinstance(one, WorkerQuestion):
                 background(self._answer(link, one), "an answer to another worker")
             else:
                 self._told(link.number, one)
 
-    async def _answer(self, link: _Link, one: Asked) -> None:
+    async def _answer(self, link: _Link, one: WorkerQuestion) -> None:
         answer = await self._asked(one.kind, one.content)
         if not link.transport.is_closing():
-            link.transport.write(_frame([Answered(one.number, answer)]))
+            link.transport.write(_frame([WorkerAnswer(one.number, answer)]))
 
 
 class _Link(asyncio.Protocol):
-    """One end of a connection. The first number that arrives is that of the other worker, unless it is known."""
+    """An end of a connection. The first number that arrives is that of the other worker, unless it is known."""
 
     transport: asyncio.Transport
 
@@ -279,7 +279,7 @@ class _Link(asyncio.Protocol):
             end = at + _LENGTH.size + length
             if len(kept) < end:
                 break
-            messages = _decode(bytes(kept[at + _LENGTH.size : end]))
+            messages = decode_msgpack(bytes(kept[at + _LENGTH.size : end]), list[Message])
             at = end
             self._read(self, messages)
         del kept[:at]

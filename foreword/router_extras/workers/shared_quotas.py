@@ -72,7 +72,7 @@ class SharedMemory:
         return (numbers[:4], numbers[4:]) if found == name else None
 
     def save(self, at: int, name: bytes, levels: list[float], running: list[int]) -> None:
-        """What `load` gets."""
+        """Write what `load` reads."""
         _SLOT.pack_into(self._memory, at, name, *levels, *running)
 
     def ended(self, worker: int, *, by_signal: bool) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WATCHED: Final = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
-# A worker that ends sooner is started again only after this time.
+# A worker that ends earlier is started again only after this time.
 _LEAST_SECONDS: Final = 1.0
 _FAILED: Final = 70  # the status of a worker whose code raised
 

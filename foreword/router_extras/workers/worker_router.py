@@ -24,7 +24,7 @@ from foreword.router.replicas import ReplicaSpec, Upstream, clock, parse_spec
 from foreword.router.router import Router
 from foreword.router.suspicious import Death, Suspects
 from foreword.router_extras.worker_links import Workers
-from foreword.router_extras.workers.bus import Failed, Finished, First, Known, Message, Sent, Told, WorkerBus
+from foreword.router_extras.workers.bus import RequestFailed, RequestFinished, First, Known, Message, Sent, Told, WorkerBus
 from foreword.router_extras.workers.metrics import summed
 from foreword.router_extras.workers.shared_quotas import SharedQuotas
 from foreword.router_extras.workers.supervisor import Seat, Supervisor
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Changes of an operator that a worker that joins is told: the last one of each replica.
+# Changes of an operator of which a worker hears that joins: the last one of each replica.
 _MOST_CHANGES: Final = 4096
 
 
@@ -98,7 +98,7 @@ class WorkerRouter(Router):
     async def start(self) -> None:
         await super().start()
         await self.workers.bus.start()
-        # Without its supervisor nobody would start it again, or end it.
+        # A worker ends with its supervisor, which would start it again.
         asyncio.get_running_loop().add_reader(self._seat.parent, os.kill, os.getpid(), signal.SIGTERM)
 
     async def stop(self) -> None:
@@ -170,7 +170,7 @@ class WorkerRouter(Router):
 
 
 class SharedWorkers(Workers):
-    """One worker's view of the others."""
+    """The other workers, as one of them sees them."""
 
     def __init__(self, router: Router, seat: Seat) -> None:
         self._router = router
@@ -217,7 +217,7 @@ class SharedWorkers(Workers):
                 found = self._running.get((other, message.name))
                 if found is not None:
                     found[0].fleet_heard.first_token(found[1], message.now)
-            case Finished() | Failed():
+            case RequestFinished() | RequestFailed():
                 self._ended(other, message)
             case Known():
                 pool = self._pool(message.model)
@@ -252,12 +252,12 @@ class SharedWorkers(Workers):
         self._running[other, one.name] = pool, name, upstream
         self._count(pool, upstream, 1)
 
-    def _ended(self, other: int, one: Finished | Failed) -> None:
+    def _ended(self, other: int, one: RequestFinished | RequestFailed) -> None:
         found = self._running.pop((other, one.name), None)
         if found is None:
             return
         pool, name, upstream = found
-        if isinstance(one, Failed):
+        if isinstance(one, RequestFailed):
             pool.fleet_heard.failed(name, one.now)
         else:
             pool.fleet_heard.finished(
@@ -268,7 +268,7 @@ class SharedWorkers(Workers):
     def _gone(self, other: int) -> None:
         """A worker has ended: so have its requests."""
         for number, name in [key for key in self._running if key[0] == other]:
-            self._ended(number, Failed(name, clock()))
+            self._ended(number, RequestFailed(name, clock()))
 
     @staticmethod
     def _count(pool: ReplicaPool, upstream: Upstream, change: int) -> None:
@@ -342,13 +342,13 @@ class SharedFleet(Fleet):
         super().finished(name, now, cached_tokens=cached_tokens, output_tokens=output_tokens, guessed=guessed)
         number = self._told.pop(name, None)
         if number is not None:
-            self.bus.tell(Finished(number, now, cached_tokens, output_tokens, guessed), urgent=False)
+            self.bus.tell(RequestFinished(number, now, cached_tokens, output_tokens, guessed), urgent=False)
 
     def failed(self, name: str, now: float) -> None:
         super().failed(name, now)
         number = self._told.pop(name, None)
         if number is not None:
-            self.bus.tell(Failed(number, now), urgent=False)
+            self.bus.tell(RequestFailed(number, now), urgent=False)
 
 
 class SharedPrompts(KnownPrompts):
