@@ -113,7 +113,7 @@ def test_records_have_kinds() -> None:
 def test_tasks_have_an_owner() -> None:
     """No other module begins a task than `foreword.tasks`, which looks at its error, and those that wait for it themselves."""
     waiting = {"prefixes.prefix_service", "server.migration", "server.generate_api", "router_extras.replica_audit"}
-    waiting |= {"router_extras.gateway.exchange", "store.object.bucket", "entrypoints.async_engine", "tasks"}
+    waiting |= {"router_extras.gateway.external_processor", "store.object.bucket", "entrypoints.async_engine", "tasks"}
     begin = {
         module.removeprefix("foreword.")
         for module, (_, tree) in package().items()

@@ -210,7 +210,7 @@ def handler_of(front: Front, connections: ClientConnections) -> Handler:
     """The handler that aiohttp calls for each request. It cancels the call when the client leaves."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        exchange = _Exchange(request)
+        exchange = _AiohttpExchange(request)
         with connections.serving(exchange):
             answer = await front.serve(exchange)
         if answer is not None:
@@ -236,7 +236,7 @@ class _EventStream(web.StreamResponse):
     _send_headers_immediately = False
 
 
-class _Exchange:
+class _AiohttpExchange:
     def __init__(self, request: web.BaseRequest) -> None:
         self.request = self._request = request
         self.method = request.method
@@ -273,7 +273,7 @@ class _Exchange:
     def watch(self) -> None:
         """aiohttp always does."""
 
-    async def open(self, status: int, headers: Mapping[str, str], at_once: bool) -> _Exchange:
+    async def open(self, status: int, headers: Mapping[str, str], at_once: bool) -> _AiohttpExchange:
         self.out = _EventStream(status=status, headers={**headers, **_SERVER})
         if self._request.version < HttpVersion11:
             self.out.force_close()  # nothing else tells where it ends
@@ -351,7 +351,7 @@ class ClientConnections:
         """A protocol factory that adds the limits to another one."""
         return lambda: ClientConnection(self, make())
 
-    def serving(self, exchange: _Exchange) -> AbstractContextManager[None]:
+    def serving(self, exchange: _AiohttpExchange) -> AbstractContextManager[None]:
         """The application serves this request in the block."""
         transport = exchange.request.transport
         connection = self._open.get(transport) if transport is not None else None
@@ -425,7 +425,7 @@ class ClientConnection(asyncio.Protocol):
         self._sent = 0  # bytes of an answer that has not begun
         self._next_probe, self._pause = 0.0, _MORE_SECONDS
         self.requests = 0
-        self.exchange: _Exchange | None = None
+        self.exchange: _AiohttpExchange | None = None
         self.head_since: float | None = time.monotonic()
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""`foreword explain`: follow a prompt's KV through a running server, and name the first link of the chain that is broken."""
+"""`foreword explain`: follow a prompt's KV through a running server, and name the first step that fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foreword.config_layers import read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foreword.cli.chain import CheckedLink
+    from foreword.cli.explain_checks import CheckResult
     from foreword.cli.probe import ProbedServer
 
 
@@ -63,36 +63,37 @@ def explain(
     admin_key = admin_key and read_secret(admin_key, "--admin-key")
     target = ProbedServer(url, api_key, admin_key, time.monotonic() + within)
     target.model = model
-    links = []
-    for link in follow(target, reset=reset):
-        links.append(link)
+    results = []
+    for result in follow(target, reset=reset):
+        results.append(result)
         if not as_json:
-            mark = {True: "ok  ", False: "FAIL", None: "-   "}[link.ok]
+            mark = {True: "ok  ", False: "FAIL", None: "-   "}[result.ok]
             print(
-                f"{mark}  {link.name:<9} {link.text}" + (f"\n      change    {link.setting}" if link.setting else ""),
+                f"{mark}  {result.name:<9} {result.text}"
+                + (f"\n      change    {result.setting}" if result.setting else ""),
                 flush=True,
             )
     if as_json:
-        print(json.dumps([asdict(link) for link in links], indent=2))
-    raise typer.Exit(1 if any(link.ok is False for link in links) else 0)
+        print(json.dumps([asdict(result) for result in results], indent=2))
+    raise typer.Exit(1 if any(result.ok is False for result in results) else 0)
 
 
-def follow(target: ProbedServer, *, reset: bool = False) -> Iterator[CheckedLink]:
-    """The links of the chain, up to the first that is broken."""
-    from foreword.cli.chain import CheckedLink, chain_of, until_broken
+def follow(target: ProbedServer, *, reset: bool = False) -> Iterator[CheckResult]:
+    """The results, up to the first failed check."""
+    from foreword.cli.explain_checks import CheckResult, checks_of, until_failed
     from foreword.cli.probe import NoAnswer
 
     try:
         kind = target.kind()
         if kind is None:
             text = f"{target.url} is neither a vLLM nor of Foreword's, or something in front of it hides `/metrics`"
-            yield CheckedLink("server", text, False, "the server's own URL")
+            yield CheckResult("server", text, False, "the server's own URL")
         elif kind == "sglang":
-            yield CheckedLink(
+            yield CheckResult(
                 "server", f"{target.url} is an SGLang, which is not followed: docs/guides/sglang.md", None
             )
         else:
-            yield from until_broken(chain_of(target, kind, reset=reset))
+            yield from until_failed(checks_of(target, kind, reset=reset))
     except NoAnswer as error:
         setting = error.setting or "the URL; `--host` and `--port` of the server; its log"
         parts = urlsplit(target.url)
@@ -100,4 +101,4 @@ def follow(target: ProbedServer, *, reset: bool = False) -> Iterator[CheckedLink
             setting = (
                 f"`NO_PROXY={parts.hostname}`, or `{parts.scheme.upper()}_PROXY`: requests go to the proxy {proxy}"
             )
-        yield CheckedLink("server", error.message, False, setting)
+        yield CheckResult("server", error.message, False, setting)

@@ -90,7 +90,7 @@ class DirectCopies(ABC):
 
     @abstractmethod
     def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[DirectLoad, None, None]:
-        """Queue the copies of blocks of a load, part by part; it ends early where one is missing, or there is no room in time."""
+        """Queue the copies of blocks of a load, part by part, up to one that is missing, or until there is no room."""
 
     @abstractmethod
     def close(self) -> None:

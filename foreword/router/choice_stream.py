@@ -88,7 +88,7 @@ class ChoiceStream:
         assert self.continuation is not None
         if self.finish_reason is not None and self.repeated is None:
             return None, False
-        self._compare(choice.token_ids or [])
+        self._compare(choice)
         if self.finish_reason is not None:
             return None, False
         text, made = self.continuation.convert(choice, wants_token_ids)
@@ -99,14 +99,18 @@ class ChoiceStream:
         self.finish_reason = made.get("finish_reason")
         return made, self.finish_reason is not None and choice.finish_reason is None
 
-    def _compare(self, ids: list[int]) -> None:
-        """Note the tokens of the replica that goes on. Those that the client has must be the same again."""
+    def _compare(self, choice: AnswerChoice) -> None:
+        """Note the tokens of the replica that goes on. Those that the client has must be the same again, and all must come."""
+        ids = choice.token_ids or []
         if self.repeated is None:
             self.tokens += ids
             return
         known = self.tokens[self.repeated : self.repeated + len(ids)]
         if known != ids[: len(known)]:
             raise NotReproduced("another replica computes other tokens from the same seed")
+        unseen = bool(choice.shown) and not ids and self.repeated < len(self.tokens)
         self.repeated += len(ids)
+        if unseen or (choice.finish_reason and self.finish_reason is None and self.repeated < len(self.tokens)):
+            raise NotReproduced("another replica does not send all tokens again that the client has")
         if self.finish_reason is None:
             self.tokens += ids[len(known) :]

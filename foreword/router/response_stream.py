@@ -59,7 +59,7 @@ class ResponseStream:
         exact: all text came with its tokens.
         text_only: there was no output besides text, such as tool calls.
         head: fields that all chunks share, such as the id.
-        opened: a chunk was sent. `begun`: a chunk with output was received.
+        opened: a chunk was sent. `begun`: a chunk with output was received, or the end of one of several choices.
         done: the end of the stream was sent.
         cut: the router found the end of the last choice; the replica would continue.
         converts: after a failover the router converts the rest. `resumed`: the replica writes it as if it were the first.
@@ -264,7 +264,8 @@ class ResponseStream:
             self._read_stamp(chunk)
         if not self.head:
             self.head = {name: value for name, value in _decode(event.data).items() if name not in _NOT_HEAD}
-        self.begun = self.begun or self.reader.begun
+        ends = len(self.choices) > 1 and any(one.finish_reason for one in chunk.choices)
+        self.begun = self.begun or self.reader.begun or ends
         if self.converts:
             return self._converted(chunk.choices)
         if len(chunk.choices) > 1:

@@ -219,7 +219,7 @@ def check(data: memoryview, name: bytes | None = None, *, authenticated: bool = 
         raise BadFrame("length", f"the frame has {len(data)} bytes, its header says {header.length + HEADER_BYTES}")
     if header.key_id == UNAUTHENTICATED:
         raise BadFrame("unauthenticated", "the seal is not that of the block")
-    if header.key_id != UNKEYED:
+    if header.key_id != UNKEYED and _is_summed(data, header.length):  # else the key, too, may be damage
         raise BadFrame("unknown_key", "the block is sealed, and its key is not known here")
     end = header.length + _SUMMED
     if not authenticated and _checksum(data[: header.length], data[header.length : end]) != data[end:]:

@@ -1,12 +1,14 @@
-"""The contract of a mapping with a limit in bytes, over seeded sequences of operations."""
+"""The contracts of bounded mappings: with a limit in bytes, over seeded sequences of operations, and with one in entries."""
 
 from __future__ import annotations
 
+import copy
 from random import Random
 
 import pytest
 
 from foreword.blocks.bounded import Bounded
+from foreword.newest import Newest
 
 
 def size(key: object, value: bytes) -> int:
@@ -104,3 +106,20 @@ def test_with_a_window_it_is_full_after_that_many_requests(seed: int) -> None:
             kept.passed()
         assert set(kept) == {key for key, at in used.items() if at > number - window} == set(used) - left
     assert left
+
+
+def test_the_newest_entries_are_kept() -> None:
+    """An entry that is set again is new again, however it is set. Reading and removing change no order."""
+    kept: Newest[str, int] = Newest(3)
+    for number, key in enumerate("abca"):
+        kept[key] = number
+    assert kept["b"] == 1 and kept.get("c") == 2
+    kept["d"] = 4
+    assert list(kept.items()) == [("c", 2), ("a", 3), ("d", 4)]
+    assert kept.pop("c") == 2
+    kept |= {"e": 5, "f": 6}
+    assert list(kept) == ["d", "e", "f"]
+    assert kept.setdefault("g", 7) == 7 and list(kept) == ["e", "f", "g"]
+    again = copy.deepcopy(kept)
+    again["h"] = 8
+    assert list(again) == ["f", "g", "h"] and list(kept) == ["e", "f", "g"]

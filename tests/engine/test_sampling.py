@@ -434,3 +434,31 @@ def test_number_of_logprobs(count: int, engine: Callable[..., LLM]) -> None:
     first, second = engine("llama").generate([prompt(5, 1), prompt(6, 2)], [wanted, without])
     assert [len(one.top) for one in first.outputs[0].logprobs] == [count] * 3
     assert second.outputs[0].logprobs == ()
+
+
+def test_only_allowed_tokens_come(engine: Callable[..., LLM]) -> None:
+    """`allowed_token_ids` excludes everything else, whatever the temperature."""
+    llm, allowed = engine("llama"), (7, 8, 200)
+    for temperature in (0.0, 1.0, 3.0):
+        params = SamplingParams(
+            max_tokens=30, temperature=temperature, seed=1, allowed_token_ids=allowed, ignore_eos=True
+        )
+        assert set(llm.generate([prompt(8, 5)], params)[0].outputs[0].tokens) <= set(allowed)
+    for wrong in ((), (10_000,)):
+        with pytest.raises(BadRequest) as caught:
+            llm.generate("x", SamplingParams(allowed_token_ids=wrong))
+        assert caught.value.param == "allowed_token_ids"
+
+
+def test_bad_words_do_not_come(engine: Callable[..., LLM]) -> None:
+    """Words of one token and of several are not generated; their parts are."""
+    llm = engine("llama")
+    allowed = tuple(llm.tokenizer.encode("abc"))
+    common = {"max_tokens": 80, "seed": 4, "allowed_token_ids": allowed, "ignore_eos": True}
+    text = llm.generate("x", SamplingParams(**common))[0].outputs[0].text
+    assert "ab" in text and "c" in text
+    text = llm.generate("x", SamplingParams(bad_words=("ab", "c"), **common))[0].outputs[0].text
+    assert "ab" not in text and "c" not in text
+    assert text and set(text) <= {"a", "b"}
+    with pytest.raises(BadRequest):
+        SamplingParams(bad_words=("",))

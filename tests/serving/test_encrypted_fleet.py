@@ -57,6 +57,7 @@ class Fleet:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._bad = 0.0
+        self._clients: list[threading.Thread] = []
         self._ended = threading.Event()
 
     def restart(self, number: int, *flags: str) -> None:
@@ -107,6 +108,12 @@ class Fleet:
         if text != expected:
             self.wrong.append(f"{text!r} in place of {expected!r}")
 
+    def begin_traffic(self) -> None:
+        """Clients ask from now on, until `close`."""
+        for seed in range(2):
+            self._clients.append(threading.Thread(target=self.traffic, args=(random.Random(seed),), daemon=True))
+            self._clients[-1].start()
+
     def traffic(self, draw: random.Random) -> None:
         while not self._ended.wait(0.05):
             self.ask(draw.randrange(4), draw.choice(list(KEYS)), draw.choice(PROMPTS))
@@ -128,8 +135,10 @@ class Fleet:
             _written(server.url())
 
     def close(self) -> float:
-        """End all. Returns the blocks that servers found damaged."""
+        """End all, the clients first: to them a killed server is an error. Returns the blocks that servers found damaged."""
         self._ended.set()
+        for one in self._clients:
+            one.join(120)
         for server in filter(None, self.servers):
             self._bad += _metric(server.url(), "foreword:tier_bad_blocks_total")
             server.kill()
@@ -175,7 +184,6 @@ def test_keys_change_under_traffic(tmp_path: Path) -> None:
     redis = RedisServer(tmp_path / "redis")
     fleet = Fleet(tmp_path, redis)
     fleet.masters.write_text(OLD)
-    clients = [threading.Thread(target=fleet.traffic, args=(random.Random(one),), daemon=True) for one in range(2)]
     try:
         for number in range(4):
             fleet.restart(number)
@@ -185,8 +193,7 @@ def test_keys_change_under_traffic(tmp_path: Path) -> None:
         fleet.stored()
         plain = fleet.readable(read_plain=True)
         assert all(plain.values()) and not any(fleet.readable().values())
-        for one in clients:
-            one.start()
+        fleet.begin_traffic()
 
         # Switched on, one by one: those with encryption read plain blocks too, and then no more.
         for number in range(4):
@@ -238,8 +245,6 @@ def test_keys_change_under_traffic(tmp_path: Path) -> None:
     finally:
         damaged = fleet.close()
         redis.kill()
-    for one in clients:
-        one.join(120)
     sizes = {name: [len(one[name]) for one in (plain, mine, now, before, after)] for name in KEYS}
     print(f"\n{SECONDS:.0f} s mixed: {dict(fleet.counts)}, damaged {damaged:.0f}; blocks {sizes}")
     assert not fleet.wrong and not damaged and fleet.counts["requests"] > 100

@@ -32,7 +32,7 @@ def port() -> Iterator[int]:
         router.kill()
 
 
-class Exchange:
+class GatewayCall:
     """A gateway's exchange with the picker about one request."""
 
     def __init__(self, port: int) -> None:
@@ -70,12 +70,12 @@ def test_a_method_without_a_valid_name(port: int, caplog: pytest.LogCaptureFixtu
     """Calls of methods whose names are not UTF-8, or that there are not, are cancelled: exchanges that are under way and new
     ones are answered, and the log has no traceback."""
     with caplog.at_level(logging.INFO), contextlib.ExitStack() as stack:
-        under_way = Exchange(port)
+        under_way = GatewayCall(port)
         for method in (b"/x\xb6/y", b"/x/y") * 20:
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
             stranger.sendall(b"".join(grpc_call(method)))
             assert RESET in _received(stranger, RESET)
-            assert "x-gateway-destination-endpoint" in Exchange(port).end()
+            assert "x-gateway-destination-endpoint" in GatewayCall(port).end()
         assert "x-gateway-destination-endpoint" in under_way.end()
     assert not [one for one in caplog.records if one.exc_info]
 
@@ -89,13 +89,13 @@ def test_calls_that_are_cancelled_at_once(port: int) -> None:
             for _ in range(5):
                 stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
                 stranger.sendall(begin + flood)
-            assert "x-gateway-destination-endpoint" in Exchange(port).end()
+            assert "x-gateway-destination-endpoint" in GatewayCall(port).end()
 
 
 CALLEES: list[tuple[str, str, str]] = [
     ("foreword.api.front", "Front", "admit"),
     ("foreword.router_extras.gateway.picker", "Picker", "pick"),
-    ("foreword.router_extras.gateway.exchange", "Accounting", "answered"),
+    ("foreword.router_extras.gateway.external_processor", "Accounting", "answered"),
     ("foreword.router.replica_pool", "ReplicaPool", "query"),
     ("foreword.routing.fleet", "Fleet", "place"),
     ("foreword.routing.fleet", "Fleet", "sent"),
@@ -122,16 +122,16 @@ def test_each_callee_raises_for_one_of_two(
             raise ZeroDivisionError(callee)
         return real(*given, **named)
 
-    under_way = None if callee == "admit" else Exchange(port)
+    under_way = None if callee == "admit" else GatewayCall(port)
     with caplog.at_level(logging.ERROR):
         monkeypatch.setattr(owners, callee, planted)
         answers = []
         with contextlib.suppress(StopIteration):
-            victim = Exchange(port)
+            victim = GatewayCall(port)
             answers = [victim.first, victim.end()] if callee != "admit" else [victim.first]
         assert raised and "immediate_response" in answers[-1] and "internal_error" in answers[-1]
         assert [one for one in caplog.records if "/v1/completions failed" in one.getMessage() and one.exc_info]
-        for other in filter(None, (under_way, Exchange(port))):
+        for other in filter(None, (under_way, GatewayCall(port))):
             assert "x-gateway-destination-endpoint" in other.end()
 
 
@@ -144,7 +144,7 @@ def test_what_is_malformed_is_no_traceback(port: int, caplog: pytest.LogCaptureF
                 message = b"\0" + len(data).to_bytes(4) + data
                 stranger.sendall(grpc_call(METHOD.encode())[0] + head + h2_frame(0, 1, 1, message))
                 assert _received(stranger, b"grpc-status")
-        assert "x-gateway-destination-endpoint" in Exchange(port).end()
+        assert "x-gateway-destination-endpoint" in GatewayCall(port).end()
     assert not [one for one in caplog.records if one.exc_info]
 
 

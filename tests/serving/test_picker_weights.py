@@ -18,6 +18,7 @@ from foreword.router.replica_pool import ReplicaPool, key_model
 from foreword.router.replicas import ReplicaBreaker, ReplicaEvents, ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.router import Router
 from foreword.router_extras.gateway.picker import DESTINATION, PREFILL, Picker
+from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.event_feed import KvEventFeed
 
 TOKENS = list(range(1, 2001))
@@ -51,7 +52,9 @@ class Fleet:
 
     def __init__(self, *flags: str) -> None:
         self.router = Router(_config("--replica", "http://10.0.0.1:1", *flags))
-        self.pool = self.router.pools["m"] = ReplicaPool("m", self.router.config, {})
+        self.pool = self.router.pools["m"] = ReplicaPool(
+            "m", self.router.config, {}, disaggregation=DisaggregationPolicy()
+        )
         self.picker = Picker(self.router)
 
     def add(self, name: str, weights: str | None, role: str = "both") -> None:

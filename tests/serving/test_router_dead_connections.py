@@ -20,7 +20,8 @@ import pytest
 from router_parts import Loop, RouterThread
 from shared_server import SharedServer, until
 
-from foreword.router import proxied_request, response_proxy, service, silence
+from foreword.router import proxied_request, response_proxy, silence
+from foreword.router import router as router_module
 
 SCRIPT = Path(__file__).with_name("mortal_replica.py")
 WAYS = [
@@ -189,7 +190,7 @@ def test_it_is_decided_at_the_limit(
     """With the default of 60 s the replica is asked before these are over, so that the request goes to another one with the
     first look behind them: without a further question, and never before."""
     ahead, asked = _Ahead(), list[float]()
-    for module in (proxied_request, response_proxy, service, silence):
+    for module in (proxied_request, response_proxy, router_module, silence):
         monkeypatch.setattr(module, "clock", ahead)
 
     async def counted(*arguments: Any) -> str:
@@ -197,7 +198,7 @@ def test_it_is_decided_at_the_limit(
         asked.append(ahead.seconds)
         return reason
 
-    monkeypatch.setattr(service, "why_lost", counted)
+    monkeypatch.setattr(router_module, "why_lost", counted)
     relay = SwallowingRelay(loop, server.url)
     with routed(relay.url, server.url, stall="60") as router, ThreadPoolExecutor(2) as pool:
         numbers = iter(range(1000))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.errors import BadFrame
-from foreword.store.frame import HEADER_BYTES, Header, check, frame, read_header, seal
+from foreword.store.frame import HEADER_BYTES, Header, check, frame, read_header, seal, set_key
 
 GOLDEN = Path(__file__).parent / "golden"
 LAYOUT = bytes(range(16))
@@ -76,7 +76,8 @@ def test_a_frame_of_version_1_is_refused_as_such():
 
 def test_a_signed_frame_is_refused_without_the_key():
     """A frame that is signed is refused with the reason `unknown_key` where its signature was not verified."""
-    data = frame(replace(HEADER, key_id=7, nonce=bytes(range(12))), bytes(100)).data
+    data = frame(HEADER, bytes(100)).data
+    set_key(data, 7, bytes(range(12)))
     data[-16:] = bytes(range(16))
     with pytest.raises(BadFrame) as raised:
         check(data)

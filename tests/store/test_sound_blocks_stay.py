@@ -234,6 +234,22 @@ def test_damage_is_not_taken_for_another_version(stack: ExitStack, version: int)
     assert read(store, frames) == whole(frames)
 
 
+def test_damage_is_not_taken_for_another_key(stack: ExitStack) -> None:
+    """A block that was damaged so that it looks signed is deleted, and is there again once it has been stored again."""
+    inner = memory(stack)
+    frames = make_frames(1, LENGTH, PAYLOAD)
+    data = bytearray(frames[3].data)
+    for at in (131, 140, 180):  # key id, nonce, signature
+        data[-HEADER_BYTES + at] ^= 1
+    data[7] ^= 1
+    put_all(inner, [replace(one, data=memoryview(data)) if one is frames[3] else one for one in frames])
+    store = TieredStore([inner])
+    assert read(store, frames) == [None if one is frames[3] else bytes(one.data) for one in frames]
+    assert store.tiers[0].counters.bad["checksum"] == 1
+    put_all(inner, frames)
+    assert read(store, frames) == whole(frames)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_fault_deletes(stack: ExitStack, seed: int) -> None:
     """Calls and blocks that fail at random, under random readers, delete nothing, and neither does `verify --repair`."""

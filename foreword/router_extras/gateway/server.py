@@ -54,7 +54,7 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
         import grpc
 
         from foreword.router_extras.gateway import envoy_messages as envoy
-        from foreword.router_extras.gateway.exchange import Exchanges
+        from foreword.router_extras.gateway.external_processor import ExternalProcessor
     except ImportError as error:
         raise ConfigError("--picker needs more packages: pip install 'foreword[gateway]'") from error
 
@@ -68,12 +68,12 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
     library = logging.getLogger("grpc._cython.cygrpc")
     library.setLevel(logging.INFO)
     library.addFilter(_is_own_fault)
-    exchanges = Exchanges(Picker(router))
+    processor = ExternalProcessor(Picker(router))
 
     async def process(requests: Any, context: Any) -> None:
-        if not exchanges.knows_replicas():
+        if not processor.knows_replicas():
             await context.abort(grpc.StatusCode.UNAVAILABLE, "no replica has answered yet")
-        await exchanges.process(requests, context)
+        await processor.process(requests, context)
 
     process_handler = grpc.stream_stream_rpc_method_handler(
         process, envoy.ProcessingRequest.FromString, envoy.ProcessingResponse.SerializeToString

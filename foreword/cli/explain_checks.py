@@ -1,5 +1,5 @@
-"""The chain from a prompt to its KV in a store and back, as `foreword explain` follows it through one server, or
-through a router and then behind it."""
+"""The checks of `foreword explain`: it follows a prompt to its KV in a store and back, through one server, or through a
+router and then behind it."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ _RULES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedLink:
-    """A link of the chain from a prompt to its KV in a store and back.
+class CheckResult:
+    """Finding of a check about one step on the way of a prompt's KV to a store and back.
 
     Attributes:
         ok: None if it could not be looked at, or holds with a restriction.
@@ -91,16 +91,16 @@ class CheckedLink:
     setting: str = ""
 
 
-class Broken(Exception):  # control flow of a chain; never leaves `until_broken`
-    """A step has found that a link is broken, which ends the chain. `setting`: what to change."""
+class CheckFailed(Exception):  # control flow; never leaves `until_failed`
+    """A check failed, which ends the command. `setting`: what to change."""
 
     def __init__(self, name: str, text: str, setting: str) -> None:
         super().__init__(text)
-        self.link = CheckedLink(name, text, False, setting)
+        self.result = CheckResult(name, text, False, setting)
 
 
-class Chain:
-    """The chain of checks that servers and routers share: a prompt is sent, sent again, and sent with another salt."""
+class Checks:
+    """The checks that servers and routers share: a prompt is sent, sent again, and sent with another salt."""
 
     block = DEFAULT_BLOCK
     longest = _MOST_TOKENS
@@ -111,44 +111,44 @@ class Chain:
         self.salt, self.other_salt = (f"foreword-explain-{uuid4().hex}" for _ in range(2))
         self.prompt: list[int] = []
 
-    def links(self) -> Iterator[CheckedLink]:
+    def results(self) -> Iterator[CheckResult]:
         raise NotImplementedError
 
-    def ready(self) -> Iterator[CheckedLink]:
+    def ready(self) -> Iterator[CheckResult]:
         answer = self.target.call("GET", "/ready")
         if answer.status_code == 503:
             reason = body_of(answer).get("reason") or error_of(answer)
-            raise Broken("server", f"{self.target.url} is not ready: {reason}", self.unready)
+            raise CheckFailed("server", f"{self.target.url} is not ready: {reason}", self.unready)
         models = self.target.call("GET", "/v1/models")
         if models.status_code in (401, 403):
-            raise Broken(
+            raise CheckFailed(
                 "server",
                 f"{self.target.url} {'refuses the' if self.target.has_key else 'wants an'} API key",
                 "`--api-key` of this command; `--api-keys` of the server; a proxy that drops `authorization`",
             )
         if not models.is_success:
-            raise Broken("server", f"{self.target.url}/v1/models: {error_of(models)}", _BETWEEN)
+            raise CheckFailed("server", f"{self.target.url}/v1/models: {error_of(models)}", _BETWEEN)
         cards = body_of(models).get("data") or []
         names = [card["id"] for card in cards]
         if self.target.model is None and names:
             self.target.model = names[0]
         if self.target.model not in names:
-            raise Broken(
+            raise CheckFailed(
                 "server",
                 f"{self.target.url} does not serve {self.target.model!r}; it serves {', '.join(names) or 'no model'}",
                 "`--model` of this command",
             )
         mine = (card.get("max_model_len") for card in cards if card["id"] == self.target.model)
         self.longest = min(filter(None, mine), default=_MOST_TOKENS)
-        yield CheckedLink("server", f"{self.target.url} serves {self.target.model}")
+        yield CheckResult("server", f"{self.target.url} serves {self.target.model}")
 
     def new_prompt(self, length: int = 0) -> None:
         self.prompt = new_prompt(min(max(length, _BLOCKS * self.block + 1, _FEWEST_TOKENS), self.longest - 2))
 
-    def computed(self) -> Iterator[CheckedLink]:
+    def computed(self) -> Iterator[CheckResult]:
         """A prompt that was never sent before is computed."""
         if self.longest < 2 * self.block:
-            raise Broken(
+            raise CheckFailed(
                 "computed",
                 f"prompts of up to {self.longest} tokens do not fill two blocks of {self.block}",
                 "a smaller `--block-size`, or a larger `--max-model-len` or `--kv-memory`",
@@ -156,45 +156,45 @@ class Chain:
         self.new_prompt()
         first = self.ask()
         if first.cached is not None and first.cached >= self.block:
-            raise Broken(
+            raise CheckFailed(
                 "computed",
                 f"{first.cached} tokens of a prompt that was never sent before count as cached",
                 "what stands between here and the server: it changes or replays requests",
             )
         if first.tokens != len(self.prompt):
-            raise Broken(
+            raise CheckFailed(
                 "computed",
                 f"a prompt of {len(self.prompt)} tokens was computed as one of {first.tokens}",
                 "what stands between here and the server: it changes requests",
             )
         self.first = first
-        yield CheckedLink("computed", f"a new prompt of {first.tokens} tokens")
+        yield CheckResult("computed", f"a new prompt of {first.tokens} tokens")
 
     def ask(self, salt: str = "", *, report: bool = False) -> ProbeAnswer:
-        """Send the prompt. Raises Broken if it is refused."""
+        """Send the prompt. Raises CheckFailed if it is refused."""
         answer = self.target.ask(self.prompt, salt or self.salt, report=report)
         if answer.error:
             behind = (self.target.json("/v1/router/state", admin=True) or {}).get("replicas", ())
             reasons = "".join(f"; {one['replica']}: {one['reason']}" for one in behind if one["reason"])
-            raise Broken(
+            raise CheckFailed(
                 "answer",
                 f"a prompt was refused ({answer.status}): {answer.error}{reasons}",
                 _REFUSED.get(answer.status, _BETWEEN),
             )
         return answer
 
-    def kept_apart(self) -> Iterator[CheckedLink]:
+    def kept_apart(self) -> Iterator[CheckResult]:
         """A request with another salt finds nothing of it."""
         other = self.ask(self.other_salt)
         if (other.cached or 0) >= self.block:
-            raise Broken(
+            raise CheckFailed(
                 "salt",
                 f"a request with another cache_salt found {other.cached} tokens of it",
                 "what stands between here and the server: it drops `cache_salt`",
             )
-        yield CheckedLink("salt", "a request with another cache_salt found nothing of it")
+        yield CheckResult("salt", "a request with another cache_salt found nothing of it")
 
-    def template(self) -> Iterator[CheckedLink]:
+    def template(self) -> Iterator[CheckResult]:
         """The chat template writes the same tokens each time."""
         path = "/tokenize" if self.vllm_paths else "/v1/tokenize"
         body = {"model": self.target.model, "messages": [{"role": "user", "content": "Which way is north?"}]}
@@ -210,12 +210,12 @@ class Chain:
         one, two = texts
         same = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
         if one != two:
-            raise Broken(
+            raise CheckFailed(
                 "template",
                 f"the same chat has other tokens a second later, from token {same} of {len(one)} on",
                 "the model's chat template: move what changes to the end, or remove it",
             )
-        yield CheckedLink("template", "a chat has the same tokens each time")
+        yield CheckResult("template", "a chat has the same tokens each time")
 
     vllm_paths = False
 
@@ -229,7 +229,7 @@ class Chain:
                 self.target.call("DELETE", f"/v1/cache?cache_salt={self.salt}&cache_salt={self.other_salt}")
 
 
-class ServerChain(Chain):
+class ServerChecks(Checks):
     """A Foreword server, or a vLLM with Foreword's connector."""
 
     def __init__(self, target: ProbedServer, kind: Kind, *, reset: bool = False) -> None:
@@ -237,7 +237,7 @@ class ServerChain(Chain):
         self.vllm, self.vllm_paths, self._reset = kind == "vllm", kind == "vllm", reset
         self._names = _NAMES[kind]
 
-    def links(self) -> Iterator[CheckedLink]:
+    def results(self) -> Iterator[CheckResult]:
         yield from self.ready()
         self.next_step()
         self.before = self.target.metrics()
@@ -267,24 +267,24 @@ class ServerChain(Chain):
             return answer.cached
         return int(self.target.metrics().total(name) - before.total(name))
 
-    def several(self) -> CheckedLink:
-        """Several servers answer, so that no counter can be compared. Raises Broken if they do not share what they hold."""
+    def several(self) -> CheckResult:
+        """Several servers answer, so that no counter can be compared. Raises CheckFailed if they do not share KV."""
         time.sleep(_SHARED_SECONDS)
         answers = at_once([lambda: self.ask(report=True)] * _AT_ONCE)
         if missed := sum(one.cached is not None and one.cached < self.block for one in answers):
-            raise Broken(
+            raise CheckFailed(
                 "placed",
                 f"several servers answer at {self.target.url}: the same prompt again missed {missed} of {len(answers)} times",
                 "`foreword route` in front of them, or a store that they share",
             )
-        return CheckedLink(
+        return CheckResult(
             "placed",
             "several servers answer here, and none says that it missed the prompt; the rest holds for one of them only",
             None,
             "the URL of one of them",
         )
 
-    def on_device(self) -> Iterator[CheckedLink]:
+    def on_device(self) -> Iterator[CheckResult]:
         """Check that a repeated prompt is found on the device."""
         metrics = self.target.metrics()
         again = self.ask(report=True)
@@ -292,54 +292,54 @@ class ServerChain(Chain):
         if self.held >= self.block:
             said = again.cached is not None
             unsaid = "" if said else "; the server does not say it in its answers (`--enable-prompt-tokens-details`)"
-            yield CheckedLink("device", f"the same prompt again: {self.held} of {again.tokens} tokens found{unsaid}")
+            yield CheckResult("device", f"the same prompt again: {self.held} of {again.tokens} tokens found{unsaid}")
             return
         config = metrics.labels("vllm:cache_config_info")
         report = again.report or {}
         if config.get("enable_prefix_caching") == "False" or report.get("reason") == "disabled":
-            raise Broken("device", "prefix caching is switched off", "`--enable-prefix-caching`")
+            raise CheckFailed("device", "prefix caching is switched off", "`--enable-prefix-caching`")
         blocks = config.get("num_gpu_blocks", "")
         if blocks.isdigit() and int(blocks) * self.block < 2 * len(self.prompt):
-            raise Broken(
+            raise CheckFailed(
                 "device",
                 f"the KV memory of {int(blocks) * self.block} tokens does not keep a prompt of {len(self.prompt)}",
                 "`--kv-memory` (vLLM: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`)",
             )
         reason = report.get("detail") or "the same prompt again found nothing"
-        raise Broken(
+        raise CheckFailed(
             "device",
             reason,
             "what stands in front of the server, if it changes prompts or salts; on a busy server a larger `--kv-memory`",
         )
 
-    def earlier(self) -> Iterator[CheckedLink]:
+    def earlier(self) -> Iterator[CheckResult]:
         """Blocks that could not be used before the probe, of other tenants than its own. Nothing to say if there were none."""
         name = self._names["errors"]
         for tier in self.before.by("tier", name):
             for kind, failed in self.before.by("kind", name, tier=tier).items():
                 if failed and kind in _KEYS:
-                    yield CheckedLink(
+                    yield CheckResult(
                         "earlier", f"{tier}: {failed:.0f} blocks or calls failed before ({kind})", None, _KEYS[kind]
                     )
 
-    def tiers(self) -> Iterator[CheckedLink]:
+    def tiers(self) -> Iterator[CheckResult]:
         """Check that written blocks reach every tier, and are loaded from there."""
         if self.vllm and "vllm:foreword_" not in self.before.text:
-            raise Broken(
+            raise CheckFailed(
                 "stores",
                 "vLLM runs without Foreword's connector, or it has not started",
                 "`--kv-transfer-config` of vLLM, see docs/guides/vllm.md",
             )
         if not self.vllm and not self.before.tier_states():
-            yield CheckedLink("stores", "none: KV is kept until the device evicts it, or the server ends (`--store`)")
+            yield CheckResult("stores", "none: KV is kept until the device evicts it, or the server ends (`--store`)")
             return
         for step in (self.written, self.loaded):
-            for link in step():
-                yield link
-                if link.ok is None:
+            for result in step():
+                yield result
+                if result.ok is None:
                     return
 
-    def written(self) -> Iterator[CheckedLink]:
+    def written(self) -> Iterator[CheckResult]:
         began = time.monotonic()
         missing, metrics = self._written_within(_WRITE_SECONDS)
         while missing and self.count("refused", metrics, kind="short") and len(self.prompt) < self.most:
@@ -351,7 +351,7 @@ class ServerChain(Chain):
             missing, metrics = self._written_within(_WRITE_SECONDS)
         states = metrics.tier_states()
         if self.vllm and not states:
-            raise Broken(
+            raise CheckFailed(
                 "written",
                 "nothing was written, and vLLM publishes no state of a tier",
                 '`"store"` in kv_connector_extra_config; the log of the workers',
@@ -360,9 +360,9 @@ class ServerChain(Chain):
             for state, (text, setting) in _STATES.items():
                 if state in seen:
                     kinds = "" if self.vllm else ", ".join(self._grown(metrics, tier))
-                    raise Broken("written", f"{tier} {text}{f' ({kinds})' if kinds else ''}", setting)
+                    raise CheckFailed("written", f"{tier} {text}{f' ({kinds})' if kinds else ''}", setting)
         if keyless := [tier for tier in states if "store_without_keys" in self._grown(metrics, tier)]:
-            raise Broken(
+            raise CheckFailed(
                 "written",
                 f"{', '.join(keyless)}: blocks cannot be encrypted, because the key store does not answer",
                 "`--encryption-key-store`, or the server or disk behind it",
@@ -370,7 +370,7 @@ class ServerChain(Chain):
         read_only = [tier for tier, seen in states.items() if "read_only" in seen]
         missing += [tier for tier in read_only if self.count("errors", metrics, tier=tier)]
         if read_only and len(read_only) == len(states) and not missing:
-            yield CheckedLink(
+            yield CheckResult(
                 "written",
                 f"{', '.join(read_only)}: nothing may be written, what this server computes is kept on its device only",
                 None,
@@ -383,7 +383,7 @@ class ServerChain(Chain):
         places = ", ".join(tier for tier in states if tier not in (*read_only, *holding))
         restricted = f"; {', '.join(read_only)} is read only" if read_only else ""
         restricted += f"; {', '.join(holding)} gets blocks later (`hold=`)" if holding else ""
-        yield CheckedLink("written", f"to {places} within {time.monotonic() - began:.1f} s{restricted}")
+        yield CheckResult("written", f"to {places} within {time.monotonic() - began:.1f} s{restricted}")
 
     @property
     def most(self) -> int:
@@ -422,26 +422,26 @@ class ServerChain(Chain):
         before = self.before.by("kind", name, tier=tier)
         return [kind for kind, count in metrics.by("kind", name, tier=tier).items() if count > before.get(kind, 0.0)]
 
-    def _unwritten(self, tier: str, metrics: Scrape) -> Broken:
+    def _unwritten(self, tier: str, metrics: Scrape) -> CheckFailed:
         if self.count("errors", metrics, tier=tier):
             kinds = "" if self.vllm else f" ({', '.join(self._grown(metrics, tier))})"
-            return Broken("written", f"{tier}: calls fail{kinds}", _STATES["off"][1])
+            return CheckFailed("written", f"{tier}: calls fail{kinds}", _STATES["off"][1])
         if refused := [kind for kind in _RULES if self.count("refused", metrics, tier=tier, kind=kind)]:
-            return Broken("written", f"{tier} refuses the prompt's blocks ({refused[0]})", _RULES[refused[0]])
+            return CheckFailed("written", f"{tier} refuses the prompt's blocks ({refused[0]})", _RULES[refused[0]])
         if self._is_small(tier, metrics):
-            return Broken(
+            return CheckFailed(
                 "written",
                 f"{tier} has no room for a prompt of {len(self.prompt)} tokens",
                 "a larger `size=` in the store's URL",
             )
         if self.count("dropped", metrics):
-            return Broken(
+            return CheckFailed(
                 "written",
                 f"{tier}: blocks are dropped, because the queue of writes is full",
                 "a faster tier, or a larger `--store-staging`",
             )
         count = f"{self.count('written', metrics, tier=tier):.0f} of {len(self.prompt) // self.block} blocks were"
-        return Broken(
+        return CheckFailed(
             "written",
             f"{'nothing was' if self.vllm else count} written to {tier} within {_WRITE_SECONDS:.0f} s",
             "`admit=`, `min_tokens=` or `write_rate=` in the store's URL; the store itself, see the log of vLLM's workers"
@@ -449,10 +449,10 @@ class ServerChain(Chain):
             else "a faster store, or a larger `tenant_quota=` in its URL; see the server's log",
         )
 
-    def loaded(self) -> Iterator[CheckedLink]:
+    def loaded(self) -> Iterator[CheckResult]:
         """Once it is gone from the device, it is loaded from a tier."""
         if untried := self._empty_device():
-            yield CheckedLink("loaded", f"not tried: {untried}", None)
+            yield CheckResult("loaded", f"not tried: {untried}", None)
             return
         before = self.target.metrics()
         answer = self.ask(report=True)
@@ -467,7 +467,7 @@ class ServerChain(Chain):
             partly = (
                 "if it stays so: `write_rate=`, `tenant_quota=` or `size=` in the store's URL, or a faster tier first"
             )
-            yield CheckedLink("loaded", text, whole or None, "" if whole else partly)
+            yield CheckResult("loaded", text, whole or None, "" if whole else partly)
             return
         after = self.target.metrics()
         name = self._names["lookups"]
@@ -482,13 +482,13 @@ class ServerChain(Chain):
                 self._written_within(_WRITE_SECONDS)
                 yield from self.loaded()
                 return
-            raise Broken(
+            raise CheckFailed(
                 "loaded",
                 "gone from the device, found, and not loaded in time",
                 "`--store-load-timeout` (vLLM: `load_timeout`), or a faster tier first",
             )
         if after.total(self._names["declined"]) > before.total(self._names["declined"]) or outcome == "found":
-            yield CheckedLink("loaded", "found, and computed: that is faster here than loading so few tokens", None)
+            yield CheckResult("loaded", "found, and computed: that is faster here than loading so few tokens", None)
             return
         text, setting = {
             "timed_out": ("the tiers did not answer in time", "`--store-lookup-timeout`, or a faster tier first"),
@@ -498,7 +498,7 @@ class ServerChain(Chain):
             outcome,
             ("it is in no tier any more", "a larger `size=` or `ttl=` in the store's URL, or Redis's `maxmemory`"),
         )
-        raise Broken("loaded", f"gone from the device, nothing was loaded: {text}", setting)
+        raise CheckFailed("loaded", f"gone from the device, nothing was loaded: {text}", setting)
 
     def _empty_device(self) -> str:
         """Take the probe from the device. Returns why that is not possible."""
@@ -511,25 +511,25 @@ class ServerChain(Chain):
         return "" if answer.is_success else "vLLM resets its cache with VLLM_SERVER_DEV_MODE=1 only"
 
 
-def until_broken(chain: Chain) -> Iterator[CheckedLink]:
-    """The links up to the first that is broken. Removes the probes in the end."""
+def until_failed(checks: Checks) -> Iterator[CheckResult]:
+    """The results up to the first failed check. Removes the probes in the end."""
     try:
-        for link in chain.links():
-            yield link
-            if link.ok is False:
+        for result in checks.results():
+            yield result
+            if result.ok is False:
                 return
-    except Broken as broken:
-        yield broken.link
+    except CheckFailed as failed:
+        yield failed.result
     finally:
-        chain.remove_probes()
+        checks.remove_probes()
 
 
-class RouterChain(Chain):
+class RouterChecks(Checks):
     """A router: the same replica serves a prompt again, and each replica keeps it."""
 
     unready = "`--replica`, and the replicas: are they up, and reachable from the router?"
 
-    def links(self) -> Iterator[CheckedLink]:
+    def results(self) -> Iterator[CheckResult]:
         yield from self.ready()
         state = self.target.json("/v1/router/state", admin=True) or {}
         self.replicas: list[dict[str, Any]] = [
@@ -550,49 +550,51 @@ class RouterChain(Chain):
         ):
             yield from step()
 
-    def in_service(self) -> Iterator[CheckedLink]:
+    def in_service(self) -> Iterator[CheckResult]:
         """All replicas take requests and have the same weights."""
         for one in self.replicas:
             if not one.get("takes_requests", True):
-                raise Broken("replicas", f"{one['replica']} takes no requests: {one.get('reason')}", _for_replica(one))
+                raise CheckFailed(
+                    "replicas", f"{one['replica']} takes no requests: {one.get('reason')}", _for_replica(one)
+                )
         if not self.replicas:
-            yield CheckedLink(
+            yield CheckResult(
                 "replicas", "not looked at: the router shows them to its operator only (`--admin-key`)", None
             )
             return
         weights = {one["weights"] for one in self.replicas if one.get("weights") not in (None, "unknown")}
         if len(weights) > 1:
-            raise Broken(
+            raise CheckFailed(
                 "replicas",
                 f"the replicas of {self.target.model} have {len(weights)} different weights, and share nothing",
                 "the weights that the replicas serve: docs/guides/router.md",
             )
-        yield CheckedLink("replicas", f"{len(self.replicas)} take requests")
+        yield CheckResult("replicas", f"{len(self.replicas)} take requests")
         if len(sizes := sorted({size for one in self.replicas if (size := one.get("block_size"))})) > 1:
-            yield CheckedLink(
+            yield CheckResult(
                 "replicas",
                 f"blocks of {' and '.join(map(str, sizes))} tokens: these replicas find nothing of each other in a store",
                 None,
                 "`--block-size` of the replicas: the same",
             )
 
-    def found_again(self) -> Iterator[CheckedLink]:
+    def found_again(self) -> Iterator[CheckResult]:
         """Check that a repeated prompt goes to the replica that has it, and is found."""
         answers = at_once([lambda: self.ask(report=True)] * 3)
         best = max(answers, key=lambda one: one.cached or 0)
         named = next((name for name in _BLIND if f": {name}," in best.route), self.policy)
         if named in _BLIND and len(self.replicas) != 1:
-            raise Broken(
+            raise CheckFailed(
                 "placed", f"the policy {named} places prompts without a look at what replicas hold", "`--policy cost`"
             )
         if best.cached is None:
-            raise Broken(
+            raise CheckFailed(
                 "placed",
                 f"{best.replica or 'a replica'} does not say what was cached, so the router cannot learn it",
                 "vLLM's `--enable-prompt-tokens-details`",
             )
         if not best.replica:
-            yield CheckedLink(
+            yield CheckResult(
                 "placed",
                 f"{best.cached} of {best.tokens} tokens found; the answers do not name the replica",
                 None,
@@ -600,23 +602,23 @@ class RouterChain(Chain):
             )
             return
         if any((one.cached or 0) < self.block <= best.cached for one in answers if one.replica == self.first.replica):
-            raise Broken(
+            raise CheckFailed(
                 "placed",
                 f"{self.first.replica} found a prompt that it had computed, and found nothing of it at the same time",
                 "`--replica`: several servers behind one address; name each, or use `--replica-dns`",
             )
         if best.cached < self.block:
             yield from self.behind(best.replica)
-            raise Broken(
+            raise CheckFailed(
                 "placed",
                 f"{best.replica} has it, and nothing was found through the router",
                 "see `foreword explain` for that replica",
             )
-        yield CheckedLink(
+        yield CheckResult(
             "placed", f"the same prompt again went to {best.replica}: {best.cached} of {best.tokens} tokens found"
         )
 
-    def tokens(self) -> Iterator[CheckedLink]:
+    def tokens(self) -> Iterator[CheckResult]:
         """The router sees the replica's tokens."""
         yield from self.template()
         answer = self.target.call(
@@ -631,7 +633,7 @@ class RouterChain(Chain):
                 made and one["request_id"] == answer.headers.get("x-request-id") and one["tokens_from"] == "tokenizer"
             )
             if known and (read := one["prompt_tokens"]) != made:
-                raise Broken(
+                raise CheckFailed(
                     "tokens",
                     f"the router's tokenizer makes {read} tokens of a text of {made}, so it finds no prefix again",
                     "`--tokenizer` of the router: the replicas', or none",
@@ -639,47 +641,47 @@ class RouterChain(Chain):
 
     def untokenized(self, status: int) -> None:
         if status == 503:
-            raise Broken(
+            raise CheckFailed(
                 "tokens", "no replica tokenizes, so the router compares prompts as text", "`--tokenizer` of the router"
             )
 
-    def events(self) -> Iterator[CheckedLink]:
+    def events(self) -> Iterator[CheckResult]:
         """Events arrive from the replicas that publish them. Nothing to say if they do."""
         yield from ()
         metrics = self.target.metrics()
         sources = Counter(where for one in self.replicas for where in set(one.get("kv_events", ())))
         for where in (where for where, count in sources.items() if count > 1):
-            raise Broken("events", f"several replicas share {where}", "`events=` of `--replica`: each its own")
+            raise CheckFailed("events", f"several replicas share {where}", "`events=` of `--replica`: each its own")
         for one in self.replicas:
             got = metrics.total("foreword:router_kv_events_total", replica=one["replica"], kind="messages")
             if one.get("kv_events") and not got and one["replica"] == self.first.replica:
                 text = f"no KV events arrive from {one['replica']}: {', '.join(one['kv_events'])}"
-                raise Broken(
+                raise CheckFailed(
                     "events", text, "`--kv-events` of the replica, `events=` of `--replica`; ports between them"
                 )
         held = [(one.get("capacity_tokens") or 0) // self.block for one in self.replicas if one.get("kv_events")]
         if 0 < self.most_blocks < sum(held):
             text = f"the router remembers {self.most_blocks} blocks, and the replicas have {sum(held)} on their devices"
             if self.most_blocks < max(held):
-                raise Broken("events", text, "`--directory-blocks`")
-            yield CheckedLink("events", text, None, "`--directory-blocks`")
+                raise CheckFailed("events", text, "`--directory-blocks`")
+            yield CheckResult("events", text, None, "`--directory-blocks`")
 
-    def behind(self, only: str = "") -> Iterator[CheckedLink]:
-        """The chain of each replica that can be reached from here."""
+    def behind(self, only: str = "") -> Iterator[CheckResult]:
+        """The checks of each replica that can be reached from here."""
         for url in (one["replica"] for one in self.replicas[:_REPLICAS] if only in ("", one["replica"])):
             target = self.target.other(url)
             try:
                 kind = target.kind()
                 if kind not in ("server", "vllm"):
                     continue
-                for link in until_broken(ServerChain(target, kind)):
-                    if link.name == "server" and link.ok is False:
-                        yield CheckedLink(link.name, f"not looked at: {link.text}", None)
+                for result in until_failed(ServerChecks(target, kind)):
+                    if result.name == "server" and result.ok is False:
+                        yield CheckResult(result.name, f"not looked at: {result.text}", None)
                         break
-                    if link.ok is False or link.name in ("stores", "written", "loaded"):
-                        yield CheckedLink(link.name, f"{url}: {link.text}", link.ok, link.setting)
+                    if result.ok is False or result.name in ("stores", "written", "loaded"):
+                        yield CheckResult(result.name, f"{url}: {result.text}", result.ok, result.setting)
             except NoAnswer as error:
-                yield CheckedLink("server", f"not looked at: {error.message}", None)
+                yield CheckResult("server", f"not looked at: {error.message}", None)
 
 
 def _for_replica(one: dict[str, Any]) -> str:
@@ -688,6 +690,6 @@ def _for_replica(one: dict[str, Any]) -> str:
     return "the replica: is it up, and reachable from the router? `--replica-key`, if it wants a key"
 
 
-def chain_of(target: ProbedServer, kind: Kind, *, reset: bool = False) -> Chain:
-    """The chain of a server or router."""
-    return RouterChain(target) if kind == "router" else ServerChain(target, kind, reset=reset)
+def checks_of(target: ProbedServer, kind: Kind, *, reset: bool = False) -> Checks:
+    """The checks of a server or router."""
+    return RouterChecks(target) if kind == "router" else ServerChecks(target, kind, reset=reset)

@@ -212,8 +212,8 @@ class Accounting:
         routed.pool.failed(attempt)
 
 
-class Exchanges:
-    """State that the exchanges share: the picker, and answers whose responses are observed elsewhere."""
+class ExternalProcessor:
+    """Service that Envoy calls for each request. Its exchanges share the picker, and answers that are observed elsewhere."""
 
     def __init__(self, picker: Picker) -> None:
         self.picker, self.front = picker, picker.front
@@ -239,7 +239,7 @@ class Exchanges:
         if first.observability_mode:
             await self._observe(first, requests)
             return
-        exchange = _Exchange(self, requests, first, context.write)
+        exchange = _GatewayExchange(self, requests, first, context.write)
         try:
             await exchange.run()
         finally:
@@ -262,11 +262,15 @@ class Exchanges:
             accounting.end()
 
 
-class _Exchange:
+class _GatewayExchange:
     """Stream of a gateway about one request: the front's `Exchange`, whose body comes in messages."""
 
     def __init__(
-        self, shared: Exchanges, requests: AsyncIterator[Any], first: Any, write: Callable[[Any], Awaitable[None]]
+        self,
+        shared: ExternalProcessor,
+        requests: AsyncIterator[Any],
+        first: Any,
+        write: Callable[[Any], Awaitable[None]],
     ) -> None:
         self._shared = shared
         self._requests = requests
