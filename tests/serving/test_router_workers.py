@@ -205,7 +205,7 @@ def test_requests_that_replicas_die_of_are_known_to_all(loop: Loop) -> None:
         router = RouterProcess(*named, "--workers", "2").wait_for(8)
         try:
             until(lambda: router.metric("foreword:router_workers", state="answering") == 2)
-            poison = [{"role": "user", "content": "poison"}]
+            poison = [{"role": "user", "content": "RESET"}]
             answers = [ask(router, poison) for _ in range(12)]
             assert mortals.dead() == 2
             until(lambda: len(refused_by(router)) == 2)

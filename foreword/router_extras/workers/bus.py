@@ -60,7 +60,7 @@ class First(Struct, frozen=True, array_like=True, tag=1):
     now: float
 
 
-class RequestFinished(Struct, frozen=True, array_like=True, tag=2):
+class SharedEnd(Struct, frozen=True, array_like=True, tag=2):
     """A request was served."""
 
     name: int
@@ -70,7 +70,7 @@ class RequestFinished(Struct, frozen=True, array_like=True, tag=2):
     guessed: bool
 
 
-class RequestFailed(Struct, frozen=True, array_like=True, tag=3):
+class SharedFailure(Struct, frozen=True, array_like=True, tag=3):
     """A request failed, or its client has gone."""
 
     name: int
@@ -112,7 +112,7 @@ class WorkerAnswer(Struct, frozen=True, array_like=True, tag=7):
     content: Any
 
 
-Message = Sent | First | RequestFinished | RequestFailed | Known | Told | WorkerQuestion | WorkerAnswer
+Message = Sent | First | SharedEnd | SharedFailure | Known | Told | WorkerQuestion | WorkerAnswer
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 

@@ -24,7 +24,16 @@ from foreword.router.replicas import ReplicaSpec, Upstream, clock, parse_spec
 from foreword.router.router import Router
 from foreword.router.suspicious import Death, Suspects
 from foreword.router_extras.worker_links import Workers
-from foreword.router_extras.workers.bus import RequestFailed, RequestFinished, First, Known, Message, Sent, Told, WorkerBus
+from foreword.router_extras.workers.bus import (
+    First,
+    Known,
+    Message,
+    Sent,
+    SharedEnd,
+    SharedFailure,
+    Told,
+    WorkerBus,
+)
 from foreword.router_extras.workers.metrics import summed
 from foreword.router_extras.workers.shared_quotas import SharedQuotas
 from foreword.router_extras.workers.supervisor import Seat, Supervisor
@@ -217,7 +226,7 @@ class SharedWorkers(Workers):
                 found = self._running.get((other, message.name))
                 if found is not None:
                     found[0].fleet_heard.first_token(found[1], message.now)
-            case RequestFinished() | RequestFailed():
+            case SharedEnd() | SharedFailure():
                 self._ended(other, message)
             case Known():
                 pool = self._pool(message.model)
@@ -252,12 +261,12 @@ class SharedWorkers(Workers):
         self._running[other, one.name] = pool, name, upstream
         self._count(pool, upstream, 1)
 
-    def _ended(self, other: int, one: RequestFinished | RequestFailed) -> None:
+    def _ended(self, other: int, one: SharedEnd | SharedFailure) -> None:
         found = self._running.pop((other, one.name), None)
         if found is None:
             return
         pool, name, upstream = found
-        if isinstance(one, RequestFailed):
+        if isinstance(one, SharedFailure):
             pool.fleet_heard.failed(name, one.now)
         else:
             pool.fleet_heard.finished(
@@ -268,7 +277,7 @@ class SharedWorkers(Workers):
     def _gone(self, other: int) -> None:
         """A worker has ended: so have its requests."""
         for number, name in [key for key in self._running if key[0] == other]:
-            self._ended(number, RequestFailed(name, clock()))
+            self._ended(number, SharedFailure(name, clock()))
 
     @staticmethod
     def _count(pool: ReplicaPool, upstream: Upstream, change: int) -> None:
@@ -342,13 +351,13 @@ class SharedFleet(Fleet):
         super().finished(name, now, cached_tokens=cached_tokens, output_tokens=output_tokens, guessed=guessed)
         number = self._told.pop(name, None)
         if number is not None:
-            self.bus.tell(RequestFinished(number, now, cached_tokens, output_tokens, guessed), urgent=False)
+            self.bus.tell(SharedEnd(number, now, cached_tokens, output_tokens, guessed), urgent=False)
 
     def failed(self, name: str, now: float) -> None:
         super().failed(name, now)
         number = self._told.pop(name, None)
         if number is not None:
-            self.bus.tell(RequestFailed(number, now), urgent=False)
+            self.bus.tell(SharedFailure(number, now), urgent=False)
 
 
 class SharedPrompts(KnownPrompts):
