@@ -292,6 +292,14 @@ class RouterExtras(ABC):
         """The usage ledger in this file. Raises ConfigError."""
 
     @abstractmethod
+    def check_workers(self, config: Config) -> None:
+        """Raises ConfigError for settings that only one process can have."""
+
+    @abstractmethod
+    def run_workers(self, config: Config, current: Callable[[bytes], bytes], serve: Callable[[Router], Any]) -> int:
+        """Run processes until a signal; returns the exit status. Each runs `serve`, a coroutine, with its router."""
+
+    @abstractmethod
     def load_tokenizer(self, source: str) -> Tokenizer:
         """The router's own tokenizer. Slow. Raises ModelNotFound."""
 

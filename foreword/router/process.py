@@ -60,6 +60,8 @@ def check(config: Config) -> list[ReplicaSpec]:
         check_folder(given.audit_reports)
     if given.prefix_file is not None:
         check_folder(os.path.dirname(os.path.abspath(given.prefix_file)))
+    if given.workers > 1:
+        extras_for("--workers").check_workers(config)
     RouterAuth(config)  # raises configuration errors early
     return specs
 
@@ -74,8 +76,10 @@ def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
         logger.warning("the limit of %d open files allows %d streams; raise it with ulimit -n", files, files // 2)
     gc.set_threshold(*_GC_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_SECONDS)
+    if config.router.workers > 1:
+        return extras_for("--workers").run_workers(config, current, lambda router: _serve(listener, specs, router))
     with http.event_loop() as runner:
-        return runner.run(_serve(config, listener, specs, current))
+        return runner.run(_serve(listener, specs, Router(config, current)))
 
 
 def _check_tokenizer(source: str) -> None:
@@ -86,35 +90,30 @@ def _check_tokenizer(source: str) -> None:
             raise ConfigError(f"--tokenizer {source}: the folder has no {_TOKENIZER_FILES[0]}")
 
 
-async def _serve(
-    config: Config, listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes]
-) -> int:
+async def _serve(listener: socket.socket, specs: list[ReplicaSpec], router: Router) -> int:
     stop = asyncio.Event()
     http.catch_signals(stop.set)
-    async with serving(config, listener, specs, current) as router:
+    async with serving(listener, specs, router):
         # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
         gc.collect()
         gc.freeze()
         await stop.wait()
-        await _drain(router, config.server.drain_seconds)
+        await _drain(router, router.server_config.drain_seconds)
     logger.info("stopped")
     return 0
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    config: Config, listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes] = bytes
-) -> AsyncIterator[Router]:
+async def serving(listener: socket.socket, specs: list[ReplicaSpec], router: Router) -> AsyncIterator[Router]:
     """A router that serves on a socket, on the running event loop."""
-    router = Router(config, current)
     await router.start()
-    discovery = Discovery(router, config.router)
+    discovery = Discovery(router, router.config)
     front = create_front(router)
     try:
-        async with http.serving(front, listener, config.server):
+        async with http.serving(front, listener, router.server_config):
             discovery.start(specs)
             logger.info("Foreword %s routes on %s", __version__, url_of(listener))
-            async with _picking(router, config.server):
+            async with _picking(router, router.server_config):
                 yield router
     finally:
         discovery.stop()

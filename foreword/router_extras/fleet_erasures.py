@@ -19,6 +19,7 @@ from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
 from foreword.router_extras.fan_out import chosen, send_once
 from foreword.router_extras.router_prefixes import RouterPrefixes
+from foreword.router_extras.worker_links import workers_of
 
 _ANSWER_SECONDS: Final = 60.0  # a replica may have much to erase
 _DOWN_SECONDS: Final = 15.0  # of one that takes no requests
@@ -83,7 +84,9 @@ class FleetErasures:
         self._router, self._prefixes, self._responses = router, prefixes, responses
         self._known: list[FleetErasure] = []
         self._repeating: asyncio.Task[None] | None = None
-        router.on_failover = self._moved
+        router.on_failover = self._failed_over
+        workers_of(router).on("moved", lambda told: self._note_moved(*told))
+        workers_of(router).on("forget", lambda told: self._forget(*told))
 
     async def erase(self, call: Call) -> Answer:
         """Erase on every replica, also on those that take no requests now."""
@@ -98,12 +101,10 @@ class FleetErasures:
         self._known = [*(known for known in self._known if known not in older), one]
         upstreams = self._router.upstreams.values()
         asked = [upstream for upstream in upstreams if upstream.kind == "foreword"]
-        self._router.warm_up.forget(call.tenant.name, given)
-        for pool in self._router.pools.values():
-            pool.known.forget(call.tenant.salt)
+        forgotten = call.tenant.name, call.tenant.salt, list(given)
+        self._forget(*forgotten)
+        await workers_of(self._router).repeat("forget", forgotten)
         if not given:
-            self._responses.forget(call.tenant.salt)
-            self._prefixes.registry.forget(call.tenant.name)
             one.open[_FILE] = "they are being removed"
         await self._ask(one, asked)
         for upstream in upstreams:
@@ -115,13 +116,27 @@ class FleetErasures:
         self._continue()
         return one.answer()
 
-    def _moved(self, tenant: str, arrived: float, upstream: Upstream) -> None:
+    def _forget(self, tenant: str, salt: bytes, given: list[str]) -> None:
+        """Forget what this process knows of a tenant, or of requests with these salts."""
+        self._router.warm_up.forget(tenant, given)
+        for pool in self._router.pools.values():
+            pool.known.forget(salt)
+        if not given:
+            self._responses.forget(salt)
+            self._prefixes.registry.forget(tenant)
+
+    def _failed_over(self, tenant: str, arrived: float, upstream: Upstream) -> None:
+        """A request is, or was, on another replica than at first. Another worker may have the erasure."""
+        self._note_moved(tenant, arrived, upstream.url)
+        workers_of(self._router).tell("moved", (tenant, arrived, upstream.url))
+
+    def _note_moved(self, tenant: str, arrived: float, url: str) -> None:
         """A request that began before an erasure of its tenant moved to a replica, which knows it as a new one: what it leaves
         there is erased, too."""
         for one in self._known:
             if one.call.tenant.name == tenant and arrived <= one.began:
-                one.moved.add(upstream.url)
-                one.open[upstream.url] = _MOVED
+                one.moved.add(url)
+                one.open[url] = _MOVED
                 self._continue()
 
     def _continue(self) -> None:
