@@ -50,18 +50,15 @@ def check(config: Config) -> list[ReplicaSpec]:
     if not (specs or given.replica_file or given.replica_dns or given.replica_services or config.server.admin_key):
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
-    extras_of(config)
+    if (extras := extras_of(config)) is not None:
+        extras.check(config)
     order_for(config.server)
-    if given.picker is not None:
-        extras_for(_PICKER).check_picker(given)
     if given.tokenizer is not None:
         _check_tokenizer(given.tokenizer)
     if given.audit_reports is not None:
         check_folder(given.audit_reports)
     if given.prefix_file is not None:
         check_folder(os.path.dirname(os.path.abspath(given.prefix_file)))
-    if given.workers > 1:
-        extras_for("--workers").check_workers(config)
     RouterAuth(config)  # raises configuration errors early
     return specs
 
@@ -110,8 +107,9 @@ async def serving(listener: socket.socket, specs: list[ReplicaSpec], router: Rou
     discovery = Discovery(router, router.config)
     front = create_front(router)
     try:
+        discovery.start(specs)
+        await router.joined()
         async with http.serving(front, listener, router.server_config):
-            discovery.start(specs)
             logger.info("Foreword %s routes on %s", __version__, url_of(listener))
             async with _picking(router, router.server_config):
                 yield router

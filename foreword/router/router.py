@@ -268,6 +268,9 @@ class Router:
         logger.info("replica %s %s", upstream.url, "drained" if drained else "undrained")
         return upstream
 
+    async def joined(self) -> None:
+        """Called with the replicas, before the router listens."""
+
     async def changed(self, change: str, upstream: Upstream) -> Upstream:
         """An operator has changed this replica here: a router of several processes changes it in all."""
         return upstream

@@ -87,6 +87,7 @@ class FleetErasures:
         router.on_failover = self._failed_over
         workers_of(router).on("moved", lambda told: self._note_moved(*told))
         workers_of(router).on("forget", lambda told: self._forget(*told))
+        workers_of(router).on("erasure", lambda asked: self._record(*asked))
 
     async def erase(self, call: Call) -> Answer:
         """Erase on every replica, also on those that take no requests now."""
@@ -96,7 +97,7 @@ class FleetErasures:
         given = query.cache_salt
         salts = [one for salt in given for one in self._router.audit.salts_of(call.tenant.salt, salt)]
         one = FleetErasure(call, str(URL("/v1/cache").with_query([("cache_salt", str(salt)) for salt in salts])))
-        older = self._of(call)[: 1 - _MAX]
+        older = self._of(call.tenant.name)[: 1 - _MAX]
         # It is known from here on: a request may move while replicas are asked.
         self._known = [*(known for known in self._known if known not in older), one]
         upstreams = self._router.upstreams.values()
@@ -145,7 +146,7 @@ class FleetErasures:
 
     async def show(self, call: Call) -> Answer:
         """An erasure by its id, or by a replica's id of it."""
-        for one in (known for known in self._of(call) if known.id == call.names["name"]):
+        for one in await self._named(call, call.names["name"]):
             unfinished = {url: done.get("id") for url, done in one.receipts.items() if not done.get("complete", True)}
             asked = [
                 (self._router.upstreams[url], name) for url, name in unfinished.items() if url in self._router.upstreams
@@ -164,8 +165,21 @@ class FleetErasures:
             raise failed or NoReplica("No replica can remove cached blocks")
         return found or chosen(given)
 
-    def _of(self, call: Call) -> list[FleetErasure]:
-        return [one for one in self._known if one.call.tenant.name == call.tenant.name]
+    def _of(self, tenant: str) -> list[FleetErasure]:
+        return [one for one in self._known if one.call.tenant.name == tenant]
+
+    async def _named(self, call: Call, name: str) -> list[FleetErasure]:
+        """The caller's erasure with this id, if there is one; another worker may have it."""
+        tenant = call.tenant.name
+        if found := [one for one in self._of(tenant) if one.id == name]:
+            return found
+        told = await workers_of(self._router).repeat("erasure", (tenant, name))
+        return [FleetErasure(call, *one) for one in told if one is not None]
+
+    def _record(self, tenant: str, name: str) -> tuple[str, str, dict[str, dict[str, Any]], dict[str, str]] | None:
+        """The first attributes of an erasure, for another worker."""
+        found = (one for one in self._of(tenant) if one.id == name)
+        return next(((one.path, one.id, one.receipts, one.open) for one in found), None)
 
     async def _get(self, call: Call, upstream: Upstream, path: str) -> Answer | ForewordError:
         seconds = _DOWN_SECONDS if upstream.excluded(clock()) else _ANSWER_SECONDS

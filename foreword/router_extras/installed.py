@@ -39,10 +39,15 @@ if TYPE_CHECKING:
 class InstalledExtras(RouterExtras):
     """The extras of this package."""
 
-    def check_picker(self, config: RouterConfig) -> None:
-        from foreword.router_extras.gateway.server import check_config
+    def check(self, config: Config) -> None:
+        if config.router.picker is not None:
+            from foreword.router_extras.gateway.server import check_config
 
-        check_config(config)
+            check_config(config.router)
+        if config.router.workers > 1:
+            from foreword.router_extras.workers.supervisor import check
+
+            check(config)
 
     def picking(self, router: Router, limits: ServerConfig) -> AbstractAsyncContextManager[None]:
         from foreword.router_extras.gateway.server import picking
@@ -102,11 +107,6 @@ class InstalledExtras(RouterExtras):
         from foreword.ledger import UsageLedger
 
         return UsageLedger(Path(path))
-
-    def check_workers(self, config: Config) -> None:
-        from foreword.router_extras.workers.supervisor import check
-
-        check(config)
 
     def run_workers(self, config: Config, current: Callable[[bytes], bytes], serve: Callable[[Router], Any]) -> int:
         from foreword.router_extras.workers.worker_router import run

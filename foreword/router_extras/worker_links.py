@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 
@@ -15,8 +15,9 @@ class Workers:
     def tell(self, kind: str, content: Any) -> None:
         """Tell the others, without waiting."""
 
-    async def repeat(self, kind: str, content: Any) -> None:
-        """Tell the others, and wait until they have handled it."""
+    async def repeat(self, kind: str, content: Any) -> Sequence[Any]:
+        """Tell the others, and wait until they have handled it: what their handlers return, or what that gives when awaited."""
+        return ()
 
     async def settle(self) -> None:
         """Wait until what the others have told until now has arrived."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -19,6 +20,10 @@ from router_parts import Loop, RouterProcess
 from scripted_replica import ScriptedReplica
 from shared_server import until
 from test_router_deaths import Mortals
+
+from foreword.router_extras.workers.bus import Told, WorkerBus
+from foreword.router_extras.workers.shared_quotas import SharedMemory
+from foreword.router_extras.workers.supervisor import Seat
 
 CHAT = "/v1/chat/completions"
 ADMIN = "the key of the operator"
@@ -195,6 +200,42 @@ def test_responses_and_names_are_known_to_all(loop: Loop) -> None:
         assert named("law") == {404}
         gone = [call("GET", f"/v1/responses/{first}") for _ in range(12)]
         assert {one.status_code for one in gone} == {404}
+
+
+def test_lost_messages_are_noticed(tmp_path: Path) -> None:
+    """A worker that read another one's messages so late that they were given up is told so when the connection begins anew: its
+    state is incomplete. The first connection of each is none of that."""
+
+    async def run() -> list[int]:
+        missed: list[int] = []
+        heard = 0
+
+        def told(worker: int, message: object) -> None:
+            nonlocal heard
+            heard += isinstance(message, Told)
+
+        async def asked(kind: str, content: Any) -> None: ...
+
+        buses = []
+        for number in range(2):
+            seat = Seat(number, 2, tmp_path, SharedMemory(), -1)
+            buses.append(WorkerBus(seat, told, asked, lambda: [Told("known", None)], lambda _: None, missed.append))
+            await buses[-1].start()
+        while heard < 2:
+            await asyncio.sleep(0)
+        assert not missed
+        large = bytes(40 << 20)
+        for _ in range(3):
+            buses[0].tell(Told("news", large))
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            while not missed:
+                await asyncio.sleep(0.01)
+        for bus in buses:
+            await bus.stop()
+        return missed
+
+    assert asyncio.run(run()) == [0]
 
 
 def test_requests_that_replicas_die_of_are_known_to_all(loop: Loop) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import struct
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -25,6 +26,8 @@ from foreword.tasks import background
 logger = logging.getLogger(__name__)
 
 _LENGTH: Final = struct.Struct("<I")
+# The first bytes of a connection: which worker it is of, and its process.
+_HELLO: Final = struct.Struct("<iI")
 _RETRY_SECONDS: Final = 0.1
 # How long a message that is not urgent may wait for others.
 _GATHER_SECONDS: Final = 0.005
@@ -123,7 +126,8 @@ class WorkerBus:
         told: gets each message of another worker, with its number.
         asked: answers a question of another worker.
         joined: the first messages to a worker that has just begun to listen.
-        gone: a worker has ended.
+        gone: a worker has ended, or its connection.
+        missed: a worker that still runs has begun its connection anew, so messages of it are lost.
     """
 
     def __init__(
@@ -133,8 +137,11 @@ class WorkerBus:
         asked: Callable[[str, Any], Awaitable[Any]],
         joined: Callable[[], list[Message]],
         gone: Callable[[int], None],
+        missed: Callable[[int], None],
     ) -> None:
         self._seat, self._told, self._asked, self._joined, self._gone = seat, told, asked, joined, gone
+        self._missed = missed
+        self._processes: dict[int, int] = {}
         self._links: dict[int, asyncio.Transport] = {}
         self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
@@ -148,7 +155,7 @@ class WorkerBus:
         loop, seat = asyncio.get_running_loop(), self._seat
         own = self._path(seat.number)
         own.unlink(missing_ok=True)
-        self._server = await loop.create_unix_server(lambda: _Link(self._heard, self._gone), str(own))
+        self._server = await loop.create_unix_server(lambda: _Link(self._heard, self._gone, self._begun), str(own))
         others = (number for number in range(seat.count) if number != seat.number)
         self._tasks = [background(self._keep(number), f"messages to worker {number}") for number in others]
 
@@ -213,14 +220,14 @@ class WorkerBus:
         loop = asyncio.get_running_loop()
         while True:
             ended: asyncio.Future[None] = loop.create_future()
-            link = _Link(self._answered, partial(_end, ended), number)
+            link = _Link(self._answered, partial(_end, ended))
             try:
                 transport, _ = await loop.create_unix_connection(partial(_same, link), str(self._path(number)))
             except OSError:
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
             self._flush()
-            transport.write(_LENGTH.pack(self._seat.number) + _frame(self._joined()))
+            transport.write(_HELLO.pack(self._seat.number, os.getpid()) + _frame(self._joined()))
             self._links[number] = transport
             try:
                 await ended
@@ -231,6 +238,11 @@ class WorkerBus:
                     if other == number:
                         del self._waiting[asked]
                         future.cancel()
+
+    def _begun(self, number: int, process: int) -> None:
+        if self._processes.get(number) == process:
+            self._missed(number)
+        self._processes[number] = process
 
     def _answered(self, link: _Link, messages: list[Message]) -> None:
         for one in messages:
@@ -253,14 +265,17 @@ class WorkerBus:
 
 
 class _Link(asyncio.Protocol):
-    """An end of a connection. The first number that arrives is that of the other worker, unless it is known."""
+    """An end of a connection. `begun`, at the end that is called, gets the number of the calling worker, and its process."""
 
     transport: asyncio.Transport
 
     def __init__(
-        self, heard: Callable[[_Link, list[Message]], None], ended: Callable[[int], None], number: int = -1
+        self,
+        heard: Callable[[_Link, list[Message]], None],
+        ended: Callable[[int], None],
+        begun: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._read, self._ended, self.number = heard, ended, number
+        self._read, self._ended, self._begun, self.number = heard, ended, begun, -1
         self._data = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -270,12 +285,15 @@ class _Link(asyncio.Protocol):
         kept = self._data
         kept += data
         at = 0
+        if self._begun is not None:
+            if len(kept) < _HELLO.size:
+                return
+            self.number, process = _HELLO.unpack_from(kept)
+            at = _HELLO.size
+            self._begun(self.number, process)
+            self._begun = None
         while len(kept) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(kept, at)
-            if self.number < 0:
-                self.number = length
-                at += _LENGTH.size
-                continue
             end = at + _LENGTH.size + length
             if len(kept) < end:
                 break

@@ -12,7 +12,8 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,6 +49,11 @@ logger = logging.getLogger(__name__)
 
 # Changes of an operator of which a worker hears that joins: the last one of each replica.
 _MOST_CHANGES: Final = 4096
+_JOIN_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.02
+# A worker that has observed a replica's costs itself within this time learns nothing from what others served there: its own
+# requests are a sample of them, and learning is the most expensive part of what a worker does for another one's request.
+_OWN_SECONDS: Final = 1.0
 
 
 def run(config: Config, current: Callable[[bytes], bytes], serve: Callable[[Router], Any]) -> int:
@@ -109,6 +115,14 @@ class WorkerRouter(Router):
         await self.workers.bus.start()
         # A worker ends with its supervisor, which would start it again.
         asyncio.get_running_loop().add_reader(self._seat.parent, os.kill, os.getpid(), signal.SIGTERM)
+
+    async def joined(self) -> None:
+        """A worker that is started again takes connections only when a replica serves: the others take them until then."""
+        if any(self._seat.memory.restarts().values()):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_JOIN_SECONDS):
+                    while not self.healthy():
+                        await asyncio.sleep(_POLL_SECONDS)
 
     async def stop(self) -> None:
         asyncio.get_running_loop().remove_reader(self._seat.parent)
@@ -183,7 +197,7 @@ class SharedWorkers(Workers):
 
     def __init__(self, router: Router, seat: Seat) -> None:
         self._router = router
-        self.bus = WorkerBus(seat, self._told, self._asked, self._joined, self._gone)
+        self.bus = WorkerBus(seat, self._told, self._asked, self._joined, self._gone, self._missed)
         # Requests of other workers that run, by worker and name.
         self._running: dict[tuple[int, int], tuple[SharedPool, str, Upstream]] = {}
         self._handlers: dict[str, tuple[Callable[[Any], object], Callable[[], Iterable[Any]]]] = {}
@@ -194,8 +208,8 @@ class SharedWorkers(Workers):
     def tell(self, kind: str, content: Any) -> None:
         self.bus.tell(Told(kind, content))
 
-    async def repeat(self, kind: str, content: Any) -> None:
-        await self.bus.ask(kind, content)
+    async def repeat(self, kind: str, content: Any) -> Sequence[Any]:
+        return await self.bus.ask(kind, content)
 
     async def settle(self) -> None:
         await self.bus.ask("settle")
@@ -209,14 +223,13 @@ class SharedWorkers(Workers):
         if kind == "settle":
             # What this worker has told the others has arrived once they answer.
             await self.bus.ask("nothing")
-        else:
-            self._handle(kind, content)
-        return None
+            return None
+        found = self._handle(kind, content)
+        return await found if isinstance(found, Awaitable) else found
 
-    def _handle(self, kind: str, content: Any) -> None:
+    def _handle(self, kind: str, content: Any) -> Any:
         found = self._handlers.get(kind)
-        if found is not None:
-            found[0](content)
+        return found[0](content) if found is not None else None
 
     def _told(self, other: int, message: Message) -> None:
         match message:
@@ -269,8 +282,10 @@ class SharedWorkers(Workers):
         if isinstance(one, SharedFailure):
             pool.fleet_heard.failed(name, one.now)
         else:
+            replica = pool.fleet.replicas.get(upstream.url)
+            known = replica is not None and one.now - replica.learned_at < _OWN_SECONDS
             pool.fleet_heard.finished(
-                name, one.now, cached_tokens=one.cached, output_tokens=one.output, guessed=one.guessed
+                name, one.now, cached_tokens=one.cached, output_tokens=one.output, guessed=one.guessed or known
             )
         self._count(pool, upstream, -1)
 
@@ -278,6 +293,11 @@ class SharedWorkers(Workers):
         """A worker has ended: so have its requests."""
         for number, name in [key for key in self._running if key[0] == other]:
             self._ended(number, SharedFailure(name, clock()))
+
+    def _missed(self, other: int) -> None:
+        """Messages of another worker are lost. What this one knows is incomplete now: one that is started anew hears it."""
+        logger.error("messages of worker %d are lost: this worker ends, and another one is started", other)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     @staticmethod
     def _count(pool: ReplicaPool, upstream: Upstream, change: int) -> None:
