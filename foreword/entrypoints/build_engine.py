@@ -466,7 +466,7 @@ def _copy_bytes(config: StoreConfig, device: str) -> int:
     """Bytes that copies to and from stores take on a device of this type."""
     if not config.urls:
         return 0
-    return config.staging_bytes(device) + (RING_BYTES if config.direct and device == "cuda" else 0)
+    return max(config.staging_bytes(device), RING_BYTES if config.direct and device == "cuda" else 0)
 
 
 def kv_blocks(config: EngineConfig, loaded: LoadedModel, staging: int = 0) -> int:
