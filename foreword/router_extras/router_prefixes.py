@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import quote
@@ -27,7 +28,7 @@ from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import decode_json, decode_object
 from foreword.errors import BadRequest, ConfigError, ReplicaFailed, StoreUnavailable, UnknownPrefix, reason_of
 from foreword.newest import Newest
-from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of, size_of
+from foreword.prefixes.book import NamedPrefix, PrefixBook, content_of, size_of
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import Prefixes
 from foreword.router.replica_body import PATHS, edited, parse_request
@@ -111,7 +112,8 @@ class PrefixRegistry:
     def put(self, tenant: str, prefix: NamedPrefix) -> None:
         """Register a prefix or a new version of it, unless its tenant was forgotten since it was made."""
         if prefix.made >= self._forgotten.get(tenant, 0):
-            self._book.commit(prefix, KeptBytes(prefix.bytes or size_of(prefix.content)), salt=tenant.encode())
+            sized = replace(prefix, bytes=prefix.bytes or size_of(prefix.content))
+            self._book.commit(sized, salt=tenant.encode())
 
     def learn(self, tenant: str, name: str, version: int, content: Any, created: float) -> None:
         """Register what another worker has registered."""

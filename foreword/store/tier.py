@@ -40,7 +40,7 @@ from foreword.store.base import (
     has_prefix,
     step_deadline,
 )
-from foreword.store.frame import FOREIGN_REASONS, Frame, Header, check
+from foreword.store.frame import FOREIGN_REASONS, Frame, Header, UnreadBlock, check
 from foreword.store.tier_counters import Filling, LookupOutcome, Rate, TierCounters, TierState
 from foreword.store.tier_rules import BlockUse
 from foreword.store.tier_threads import CircuitBreaker, TierCall, TierThreads
@@ -589,7 +589,9 @@ class StoreTier:
             self._notify(True, names if kept == len(names) else self._present(names, deadline))
         return kept
 
-    def reserve(self, headers: Sequence[Header], deadline: float, *, unread: bool = False) -> ReservedSlots:
+    def reserve(
+        self, headers: Sequence[Header] | Sequence[UnreadBlock], deadline: float, *, unread: bool = False
+    ) -> ReservedSlots:
         """Slots in a store that reserves them (`Store.reserve`); none if it fails."""
         given = {"unread": True} if unread else {}  # stores of earlier versions do not know it
         return self.attempt(lambda: self.store.reserve(headers, **given, deadline=deadline), ReservedSlots())

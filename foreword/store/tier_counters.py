@@ -83,10 +83,12 @@ class TierCounters:
 
 @dataclass(slots=True)
 class Filling:
-    """Bytes of a tier's slots that are read into from slower tiers at this moment, and how many such reads are late."""
+    """Bytes of a tier's slots that are read into from slower tiers at this moment, and how many such reads are late.
+    `slot_bytes`: of a slot, when one was last taken."""
 
     bytes: int = 0
     late: int = 0
+    slot_bytes: int = 0
 
 
 # What metrics show of a tier: name, help, and how the value is read from its counters.
