@@ -86,7 +86,6 @@ class StoreTier:
         local: whether it is memory or a disk of this machine.
         suspended: no block is searched or read here: an audit has found a wrong one that came from here.
         selective: whether the tier refuses some blocks. `holds`: whether it gets blocks late (`store/tier_admission.py`).
-        refused: number of blocks that it did not take, by reason.
         faster: the faster tiers.
     """
 
@@ -107,7 +106,6 @@ class StoreTier:
         self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
         self.selective = self.holds = False
-        self.refused: Counter[str] = Counter()
         self.filling = Filling()
         self.faster: Sequence[StoreTier] = ()
         self._threads = TierThreads(store.label)
