@@ -243,6 +243,7 @@ def test_blocks_that_are_written_later_are_pinned(monkeypatch: pytest.MonkeyPatc
         place.memory.delete(names_of(late[0] + late[1]), deadline=time.monotonic() + 60)
         for chain in (1, 2):
             place.take(b"x", chain, 3, 600.0, 0)
+        assert place.kept() == 0
         place.end(b"x", 2)
         assert place.kept() == 0
         put_all(place.memory, late[0] + late[1])
