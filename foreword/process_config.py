@@ -219,9 +219,8 @@ class RouterConfig:
         directory_blocks: maximum number of blocks in the directory of all replicas, about 16 bytes each.
         tokenize_timeout: seconds that a replica may take to tokenize a prompt. If a response can only be continued with a
             replica's tokenizer, replicas get up to 25 times as long.
-        tokenize_patience: seconds that a request waits for its tokens, however little a hit could save; it waits longer, up to
-            tokenize_timeout, while computing what is not known of its prompt would take longer. Then its known part, or its
-            text, is compared.
+        tokenize_patience: seconds that a request waits for its tokens; longer, up to tokenize_timeout, while computing what is
+            not known of its prompt would take longer. Then its known part, or its text, is compared.
         picker: `HOST:PORT` on which a gateway, such as Envoy, asks by gRPC where to send requests; by default none may.
         picker_open: let the gateway choose where no replica takes a request, unless API keys are configured.
         picker_objectives: priorities of a gateway's objectives, as `NAME=NUMBER`; higher is more urgent, as in Kubernetes.
