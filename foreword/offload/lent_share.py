@@ -25,8 +25,8 @@ class LentShare:
         self._lock = threading.Lock()
 
     def take(self, wanted: int, stride: int, room: int) -> int:
-        """How many of `wanted` slots of `stride` bytes a load is lent now: all of them, or at least one, and a multiple of `room`
-        where they are more than that. `give` returns them."""
+        """How many of `wanted` slots of `stride` bytes a load is lent now: all of them, or at least one, and a multiple of
+        `room` where they are more than that. `give` returns them."""
         with self._lock:
             count = max(min(wanted, min(self._left // 2, self._most) // stride), 1)
             if room < count < wanted:
