@@ -82,7 +82,8 @@ class Bounded(MutableMapping[K, V]):
         return self is other
 
     def __setitem__(self, key: K, value: V) -> None:
-        self.pop(key, None)
+        if key in self._values:
+            del self[key]
         size = self._size(key, value)
         if size > self.limit:
             self._dropped(key, value)
@@ -96,7 +97,8 @@ class Bounded(MutableMapping[K, V]):
         self.bytes += size
         while self.bytes > self.limit or (self._most is not None and len(self._values) > self._most):
             self._drop_one()
-        self._drop_old()
+        if self._window is not None:
+            self._drop_old()
 
     def __delitem__(self, key: K) -> None:
         del self._values[key]

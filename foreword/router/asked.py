@@ -74,8 +74,8 @@ def _is_seen(request: GenerateRequest, name: str) -> bool:
 
 def _plain(raw: msgspec.Raw) -> bytes:
     value = bytes(raw)
-    if len(value) > _MOST_REWRITTEN:
-        return value
+    if len(value) > _MOST_REWRITTEN or (value[:1] == b'"' and b"\\" not in value) or value.isdigit():
+        return value  # a text without escapes, or a number: there is one way to write it
     try:
         return msgspec.json.encode(decode_json(value, Any), order="deterministic")
     except (msgspec.DecodeError, UnicodeError, RecursionError):  # such as 1e999, which other servers may take

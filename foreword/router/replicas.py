@@ -385,7 +385,7 @@ class AwaitedResponse:
         cancel: ends it from outside.
         last: time of the last byte; infinite while the client is not ready for more.
         begun: whether output has arrived.
-        request_id, headers: of the request; with the headers the replica may be asked for it.
+        request_id: of the request. headers: gives those with which the replica may be asked for it.
         streams: it is to be a stream. headless: its head has not arrived. comments: seconds after which a comment comes at the
             latest; 0 if that is not known.
         asked: the replica is being asked for it. asked_at: when it was asked last. why_lost: why no answer will come, by what
@@ -397,7 +397,7 @@ class AwaitedResponse:
     last: float
     begun: bool = False
     request_id: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    headers: Callable[[], Mapping[str, str]] = field(default=dict, repr=False)
     streams: bool = False
     headless: bool = True
     comments: float = 0.0

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -112,24 +113,6 @@ class _ResponseProxy:
         # Why the last attempt ended; what the client gets if there is no other one.
         self._broke = ""
         self._error: BaseException = ReplicaFailed("no replica was asked")
-        self._perform: Mapping[StreamAction, Callable[[], Awaitable[StreamEvent | None]]] = {
-            StreamAction.PLACE: self._place,
-            StreamAction.ASK: self._ask,
-            StreamAction.RELAY: self._relay,
-            StreamAction.FOLLOW: self._follow,
-            StreamAction.JUDGE: self._judge,
-            StreamAction.RESTART: self._restart,
-            StreamAction.PLAN: self._plan,
-            StreamAction.NOTE_CONTINUED: self._note_continued,
-            StreamAction.SUCCEED: self._succeed,
-            StreamAction.RELEASE: self._release,
-            StreamAction.SEND_REST: self._send_rest,
-            StreamAction.CLOSE: self._close,
-            StreamAction.GIVE_ANSWER: self._give_answer,
-            StreamAction.GIVE_ERROR: self._give_error,
-            StreamAction.SEND_ANSWER: self._send_answer,
-            StreamAction.SEND_ERROR: self._send_error,
-        }
 
     async def run(self) -> Answer | None:
         """The answer; None if it was streamed. Raises ForewordError if nothing was sent, and ClientGone."""
@@ -137,7 +120,7 @@ class _ResponseProxy:
         while True:
             for action in actions:
                 try:
-                    event = await self._perform[action]()
+                    event = await _PERFORM[action](self)
                 except BaseException:
                     self._leave()
                     raise
@@ -300,7 +283,7 @@ class _ResponseProxy:
             clock(),
             stream.begun,
             proxied.request_id,
-            proxied.asking(upstream),
+            partial(proxied.asking, upstream),
             streams=True,
             headless=False,
             comments=comments_of(response.headers),
@@ -311,7 +294,9 @@ class _ResponseProxy:
         try:
             if self.proxied.weights is not None:
                 await self.proxied.router.confirm(upstream, self.proxied.weights)
-            migrated = await apart(self._forward_events(attempt, response, awaited))
+            events = self._forward_events(attempt, response, awaited)
+            # Where all of it has come, nothing wakes up any more.
+            migrated = await (events if response.content.is_eof() else apart(events))
             if stream.done and migrated is None:
                 await _read_to_end(response)
             return migrated
@@ -636,6 +621,26 @@ class _ResponseProxy:
         if proxied.translation is not None:
             return proxied.translation.error_event(error)
         return DIALECTS[proxied.request.dialect].error_event(proxied.request, error)
+
+
+_PERFORM: Final[Mapping[StreamAction, Callable[[_ResponseProxy], Awaitable[StreamEvent | None]]]] = {
+    StreamAction.PLACE: _ResponseProxy._place,
+    StreamAction.ASK: _ResponseProxy._ask,
+    StreamAction.RELAY: _ResponseProxy._relay,
+    StreamAction.FOLLOW: _ResponseProxy._follow,
+    StreamAction.JUDGE: _ResponseProxy._judge,
+    StreamAction.RESTART: _ResponseProxy._restart,
+    StreamAction.PLAN: _ResponseProxy._plan,
+    StreamAction.NOTE_CONTINUED: _ResponseProxy._note_continued,
+    StreamAction.SUCCEED: _ResponseProxy._succeed,
+    StreamAction.RELEASE: _ResponseProxy._release,
+    StreamAction.SEND_REST: _ResponseProxy._send_rest,
+    StreamAction.CLOSE: _ResponseProxy._close,
+    StreamAction.GIVE_ANSWER: _ResponseProxy._give_answer,
+    StreamAction.GIVE_ERROR: _ResponseProxy._give_error,
+    StreamAction.SEND_ANSWER: _ResponseProxy._send_answer,
+    StreamAction.SEND_ERROR: _ResponseProxy._send_error,
+}
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:

@@ -43,7 +43,7 @@ async def _reason(session: aiohttp.ClientSession, upstream: Upstream, response: 
     if upstream.kind == "foreword":
         if response.comments and clock() - response.last > 2 * response.comments:
             return f"not even a comment came for {clock() - response.last:.0f} s"
-        status, data = await _get(session, f"{upstream.url}/v1/requests", response.headers)
+        status, data = await _get(session, f"{upstream.url}/v1/requests", response.headers())
         listed = decode_object(data).get("data") if status == 200 else None
         if isinstance(listed, list):
             known = any(_is_named(one, response.request_id) for one in listed)

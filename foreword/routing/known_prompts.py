@@ -161,7 +161,7 @@ class KnownPrompts:
 
     def learn(self, chain: PromptChain, tokens: array[int]) -> None:
         """A prompt has these tokens. They may become known after it was placed."""
-        key, one = self._begin(chain)
+        key, one, _ = self._begin(chain)
         if len(tokens) > len(one.tokens) or chain.links[-1] == next(reversed(one.links)):
             one.tokens = tokens
         self._counted(chain, one, len(tokens))
@@ -177,12 +177,15 @@ class KnownPrompts:
 
     def placed(self, chain: PromptChain, tokens: int, replica: str, now: float, *, by_keys: bool) -> None:
         """A prompt of about so many tokens was sent to a replica. `by_keys`: all of its blocks are known."""
-        key, one = self._begin(chain)
+        key, one, grown = self._begin(chain)
         end = one.links[chain.links[-1]]
         if not end.whole:
             one.links[chain.links[-1]] = end._replace(tokens=tokens)
         one.replica, one.joined, one.placed_at, one.by_keys = replica, self._joined[replica], now, by_keys
-        self._keep(key, one)
+        if grown:
+            self._keep(key, one)
+        else:
+            self._claim(key, one)
 
     def removed(self, replica: str) -> None:
         """A replica was removed, or has lost what it had."""
@@ -204,8 +207,9 @@ class KnownPrompts:
                 return at, key
         return None
 
-    def _begin(self, chain: PromptChain) -> tuple[_Key, _Conversation]:
-        """The conversation of a prompt, with its links: the one that it continues or repeats, or a new one."""
+    def _begin(self, chain: PromptChain) -> tuple[_Key, _Conversation, bool]:
+        """The conversation of a prompt, with its links: the one that it continues or repeats, or a new one; and whether it has
+        links that it did not have."""
         found, last = self._find(chain), len(chain.links) - 1
         at = -1
         if found is None:
@@ -223,7 +227,7 @@ class KnownPrompts:
             if new < _FIRST or new > last - _LAST:
                 size = chain.sizes[new]
                 one.links[chain.links[new]] = _Link(size, round(size * rate), False)
-        return key, one
+        return key, one, at < last
 
     def _counted(self, chain: PromptChain, one: _Conversation, tokens: int) -> None:
         """The tokens of a whole prompt; those of its other links follow from their bytes."""
@@ -238,9 +242,13 @@ class KnownPrompts:
         for name in one.trim():
             if self._by_link.get(name) == key:
                 del self._by_link[name]
+        self._claim(key, one)
+        self._kept[key] = one
+
+    def _claim(self, key: _Key, one: _Conversation) -> None:
+        """What begins as this conversation is found by it, the newest."""
         for name in one.links:
             self._by_link[name] = key
-        self._kept[key] = one
 
     def _unlink(self, key: _Key, one: _Conversation) -> None:
         for name in one.links:
