@@ -95,7 +95,8 @@ class _ResponseProxy:
         self.machine = StreamMachine()
         self.stream = ResponseStream(proxied.request)
         keep_alive = proxied.router.stream_keep_alive
-        self.client = EventStream(proxied.call, self._headers, keep_alive)
+        # What refers to this object from there would keep each request until the garbage collector comes.
+        self.client = EventStream(proxied.call, partial(_head, proxied), keep_alive)
         self._translated = False
         # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
         self._path = path_of(proxied.request)
@@ -559,14 +560,6 @@ class _ResponseProxy:
             self.stream.exact = False
             raise ReplicaFailed(error.message) from None
 
-    def _headers(self, given: Mapping[str, str]) -> Mapping[str, str]:
-        """The head of the stream. A replica that was not found yet is not named."""
-        headers = response_headers(given)
-        if self.proxied.decision_text:
-            headers["x-foreword-route"] = as_header(self.proxied.decision_text)
-        headers.update(HEADERS)
-        return headers
-
     async def _close(self) -> None:
         if not self.client.begun:
             raise ReplicaFailed("The replica's response was empty")
@@ -641,6 +634,15 @@ _PERFORM: Final[Mapping[StreamAction, Callable[[_ResponseProxy], Awaitable[Strea
     StreamAction.SEND_ANSWER: _ResponseProxy._send_answer,
     StreamAction.SEND_ERROR: _ResponseProxy._send_error,
 }
+
+
+def _head(proxied: ProxiedRequest, given: Mapping[str, str]) -> Mapping[str, str]:
+    """The head of a stream. A replica that was not found yet is not named."""
+    headers = response_headers(given)
+    if proxied.decision_text:
+        headers["x-foreword-route"] = as_header(proxied.decision_text)
+    headers.update(HEADERS)
+    return headers
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:
