@@ -269,7 +269,7 @@ class ResponseStream:
         if not self.head:
             self.head = {name: value for name, value in _decode(event.data).items() if name not in _NOT_HEAD}
         several = len(chunk.choices) > 1
-        ends = any([one.finish_reason for one in chunk.choices]) if several else bool(chunk.choices[0].finish_reason)
+        ends = any(one.finish_reason for one in chunk.choices) if several else bool(chunk.choices[0].finish_reason)
         if not self.begun:
             self.begun = self.reader.begun or (ends and len(self.choices) > 1)
         if self.converts:
