@@ -89,7 +89,10 @@ class Bounded(MutableMapping[K, V]):
             self._dropped(key, value)
             return
         self._values[key] = value
-        owned = self._owned.setdefault(self._owner(key), _Owned())
+        owner = self._owner(key)
+        owned = self._owned.get(owner)
+        if owned is None:
+            owned = self._owned[owner] = _Owned()
         self._uses += 1
         owned.keys[key] = size, self._uses
         owned.bytes += size

@@ -261,7 +261,7 @@ class PrefillModel:
 
     def add(self, tokens: float, pairs: float, seconds: float) -> bool:
         """Add a sample; True if it is time for a fit. Negative and non-finite values are ignored."""
-        if not all(math.isfinite(value) and value >= 0 for value in (tokens, pairs, seconds)):
+        if not (min(tokens, pairs, seconds) >= 0 and math.isfinite(tokens + pairs + seconds)):
             return False
         self._samples.append((tokens, pairs, seconds))
         self._fresh += 1

@@ -101,6 +101,8 @@ class _Conversation:
 
     def trim(self) -> list[bytes]:
         """Drop the links in the middle of a long conversation, and return them."""
+        if len(self.links) <= _FIRST + _LAST:
+            return []
         names = list(self.links)
         gone = names[_FIRST : max(len(names) - _LAST, _FIRST)]
         for name in gone:
@@ -109,8 +111,10 @@ class _Conversation:
 
     def rate(self) -> float:
         """Tokens per byte."""
-        last = max(self.links.values(), key=lambda one: (one.whole, one.size), default=None)
-        return last.tokens / last.size if last is not None and last.size and last.tokens else 1 / _BYTES_PER_TOKEN
+        if not self.links:
+            return 1 / _BYTES_PER_TOKEN
+        last = max(self.links.values(), key=lambda one: (one.whole, one.size))
+        return last.tokens / last.size if last.size and last.tokens else 1 / _BYTES_PER_TOKEN
 
 
 _Key = tuple[bytes, int]
