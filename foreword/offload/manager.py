@@ -24,17 +24,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
 from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
+from foreword.offload.counters import OffloadStatus
 from foreword.offload.direct_extra import DirectCopies, DirectLoad, direct_extra
 from foreword.offload.load import StoreLoad
 from foreword.offload.load_plan import GroupBlocks
-from foreword.offload.lookups import LookupCounts, StoreLookups
+from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.slot_reads import read_into
 from foreword.offload.slots import SlotReader, StagingSlots
@@ -71,38 +72,6 @@ class _GroupCopy:
     slots: list[int]
     found: list[FetchedBlock]
     direct: DirectLoad | None = None  # in place of slots
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadStatus:
-    """Counts of blocks since the start, and the length of the write queue.
-
-    Attributes:
-        queued: blocks that wait to be written.
-        dropped: blocks that were never written because the queue was full.
-        dropped_promotions: loaded blocks that were not written into faster tiers, which had no room, or at the end.
-        saved, failed: blocks that at least one tier has stored, and blocks that no tier has stored.
-        loaded: blocks that were loaded.
-        cut: loads that brought fewer blocks than requested.
-        stopped: those of them that were cut off because computing was faster.
-        declined: loads that were not started because computing was faster.
-        too_small: those of them that would pay if a load had no fixed cost.
-        refused: loads that were not started because the blocks may not be used any more.
-        lookups: the lookups of requests, by outcome.
-    """
-
-    queued: int = 0
-    dropped: int = 0
-    dropped_promotions: int = 0
-    saved: int = 0
-    failed: int = 0
-    loaded: int = 0
-    cut: int = 0
-    stopped: int = 0
-    declined: int = 0
-    too_small: int = 0
-    refused: int = 0
-    lookups: LookupCounts = field(default_factory=LookupCounts)
 
 
 class OffloadManager:
@@ -151,6 +120,8 @@ class OffloadManager:
         self._reader = SlotReader(store, staging, self._loading_slots, staging.slots - half)
         self._writer = WriteBehind(store, staging, self._read_again)
         self._direct: DirectCopies | None = direct_extra().open(store, staging, self._writer) if direct else None
+        if self._direct is None:
+            staging.allocate()
         self._write_step = max(min(WRITE_BLOCKS, staging.slots // 4), 1)
         self._group_bytes = _GROUP_BYTES if staging.device.type == "cpu" else _GROUP_BYTES_ON_DEVICE
         self._gathering: list[tuple[int, Sequence[int], WriteBatch]] | None = None
@@ -392,6 +363,8 @@ class OffloadManager:
             found, kept = self._reader.read(names, slots, deadline=deadline, blocking=blocking)
             usable = [one for one in itertools.takewhile(bool, found) if one is not None]
             count = self._count_usable((one.frame for one in usable), groups)
+            while any(one.direct is not None for one in queued):
+                self._await_copy(store_load, queued)  # a thread that waits for a piece of the device's memory has none
             if not count or not store_load.begin_copy():
                 return 0
             copy = self._copy(store_load, done, slots[:count], groups)
@@ -648,7 +621,8 @@ class OffloadManager:
     @property
     def stamp(self) -> tuple[int, ...]:
         """Differs from before if a count of blocks or loads has changed. It is quicker than `status`."""
-        return self.queued, self._dropped, self._writer.dropped, *self._counts.values()
+        writer = self._writer
+        return self.queued, self._dropped, writer.dropped, writer.dropped_promotions, *self._counts.values()
 
     def status(self) -> OffloadStatus:
         direct = self._direct

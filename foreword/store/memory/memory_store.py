@@ -40,7 +40,7 @@ from foreword.store.base import (
     time_left,
 )
 from foreword.store.chain_lru import ChainLru
-from foreword.store.frame import HEADER_BYTES, Frame, Header, place_in_chain
+from foreword.store.frame import HEADER_BYTES, Frame, Header, UnreadBlock, place_in_chain
 from foreword.store.local_records import LocalRecords
 
 _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
@@ -135,8 +135,8 @@ class SlotTable:
         return slot
 
     def begin_write(self, slot: int, name: Name, parent: Name, depth: int, length: int, now: int) -> None:
-        """Enter a block that is about to be written into an allocated slot."""
-        self.chains.add(slot, name, parent, depth, now)
+        """Enter a block that is about to be written into an allocated slot. It is not evicted before `chains.enqueue`."""
+        self.chains.add(slot, name, parent, depth, now, queue=False)
         self.chains.in_use[slot] = 1
         self.writing.add(slot)
         self._lengths[slot] = length
@@ -346,6 +346,17 @@ class MemoryStore(LocalRecords):
         arena = self._arena
         return None if arena is None else arena.view
 
+    def move_to(self, arena: MemoryArena) -> bool:
+        """Keep blocks in other memory, of the same size, from now on; those that it has are gone. False, and nothing changes,
+        while a block is in use or pinned."""
+        with self._lock:
+            if self._arena is None or arena.size != self._size or self._slots.held:
+                return False
+            self._empty(self._slots.slot_bytes)
+            self._populator.stop()
+            self._arena = arena
+            return True
+
     @staticmethod
     def check_options(
         size: int, *, pin_share: float = 0.5, slot_bytes: int | None = None, tenant_quota: float | None = None
@@ -404,7 +415,9 @@ class MemoryStore(LocalRecords):
                     if length > 0:
                         slots.release(slot)
 
-    def reserve(self, headers: Sequence[Header], *, unread: bool = False, deadline: float) -> ReservedSlots:
+    def reserve(
+        self, headers: Sequence[Header] | Sequence[UnreadBlock], *, unread: bool = False, deadline: float
+    ) -> ReservedSlots:
         """As in the contract. A block that another thread is writing at this moment has no slot and is not counted."""
         lengths = [HEADER_BYTES + header.length for header in headers]
         with self._lock:
@@ -447,11 +460,11 @@ class MemoryStore(LocalRecords):
         if chosen is None and not reserved.unread:
             return sum([slots.publish(slot) for slot in taken])
         published, wanted = 0, frozenset(range(len(taken)) if chosen is None else chosen)
-        frames = reserved.frames() if reserved.unread and wanted else ()
-        for index, slot in enumerate(taken):
+        memory, move = memoryview(reserved.memory), slots.chains.move
+        for index, (slot, length) in enumerate(zip(taken, reserved.lengths, strict=True)):
             if index in wanted:
                 if reserved.unread:
-                    slots.chains.move(slot, *place_in_chain(frames[index]))
+                    move(slot, *place_in_chain(memory, slot * reserved.stride + length))
                 published += slots.publish(slot)
             else:
                 slots.abort_write(slot)
@@ -482,7 +495,12 @@ class MemoryStore(LocalRecords):
         return present + written
 
     def _take(
-        self, headers: Sequence[Header], lengths: Sequence[int], deadline: float, *, unread: bool = False
+        self,
+        headers: Sequence[Header] | Sequence[UnreadBlock],
+        lengths: Sequence[int],
+        deadline: float,
+        *,
+        unread: bool = False,
     ) -> tuple[MemoryArena, SlotTable, dict[int, int], int, bool]:
         """Slots for new frames of these lengths, by slot the index of the header; and how many are present, and whether one
         found no slot. Under the lock."""
@@ -506,21 +524,24 @@ class MemoryStore(LocalRecords):
         # Blocks of several KV groups differ in length, and so do outputs of encoders. A block that is read, written or pinned
         # stays where it is. By a quarter at least: else frames that grow by a byte would empty the store each time.
         if longest > slots.slot_bytes and not slots.held:
-            gone = list(slots.chains.index)
-            length = max(longest, self._longest, slots.slot_bytes * 5 // 4)
-            self._slots = SlotTable(self._size, min(length, self._size), self._quota)
-            self._slots.names = slots.names
-            if slots.names is None:
-                self._start_names()
-            else:  # readers in other processes look into the same table
-                for name in gone:
-                    slots.names.discard(name)
-            self._evictions += len(gone)
-            self._emptied += bool(gone)
-            if self.on_evicted is not None:
-                for name in gone:
-                    self.on_evicted(name)
+            self._emptied += bool(slots.chains.index)
+            self._empty(min(max(longest, self._longest, slots.slot_bytes * 5 // 4), self._size))
         return self._slots
+
+    def _empty(self, slot_bytes: int) -> None:
+        """Evict all blocks, of which none is in use, for slots of so many bytes. Under the lock."""
+        gone, names = list(self._slots.chains.index), self._slots.names
+        self._slots = SlotTable(self._size, slot_bytes, self._quota)
+        self._slots.names = names
+        if names is None:
+            self._start_names()
+        else:  # readers in other processes look into the same table
+            for name in gone:
+                names.discard(name)
+        self._evictions += len(gone)
+        if self.on_evicted is not None:
+            for name in gone:
+                self.on_evicted(name)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         """As in the contract. Blocks that are being written do not appear, and do not count."""
@@ -624,7 +645,12 @@ class MemoryStore(LocalRecords):
         return [slot for slot in found if slot is not None and slot not in slots.writing]
 
     def _reserve(
-        self, slots: SlotTable, headers: Sequence[Header], lengths: Sequence[int], *, unread: bool
+        self,
+        slots: SlotTable,
+        headers: Sequence[Header] | Sequence[UnreadBlock],
+        lengths: Sequence[int],
+        *,
+        unread: bool,
     ) -> tuple[dict[int, int], int, bool]:
         """Allocate slots for new frames, in use and not published. Evicts nothing that this call has used.
 
@@ -657,4 +683,5 @@ class MemoryStore(LocalRecords):
                     self.on_evicted(chains.evicted)
             slots.begin_write(slot, name, parent, headers[at].depth, lengths[at], now)
             reserved[slot] = at
+        chains.enqueue(reserved)
         return reserved, present, full
