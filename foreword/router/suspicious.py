@@ -315,8 +315,6 @@ class Suspects:
 
     def carriers(self) -> set[str]:
         """Replicas that have a suspect without a first token."""
-        if not self.accused:
-            return set()
         flights = (flight for one in self._suspicions.values() if one.deaths for flight in one.flights if flight.waits)
         return set[str]().union(*(flight.urls for flight in flights))
 

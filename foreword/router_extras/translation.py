@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from foreword.api.dialects.answer_reader import read_error
 from foreword.api.dialects.chat_request import write_request
+from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.api.dialects.conversations import conversation
-from foreword.api.dialects.delta_reader import DeltaReader
 from foreword.api.dialects.dialect import Dialect
 from foreword.api.dialects.dialect_writers import writer_for
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
@@ -55,7 +55,7 @@ class ChatTranslation(Translation):
         head = ResponseHead(f"{dialect.id_prefix}{request_id}", model, int(time.time()))
         self._response_id = head.id
         self._writer = writer_for(request, head)
-        self._reader = DeltaReader()
+        self._reader = ChoiceReader()
         self._parser = EventParser()
         self._answer = ChoiceOutput()
 

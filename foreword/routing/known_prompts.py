@@ -186,10 +186,7 @@ class KnownPrompts:
         if not end.whole:
             one.links[chain.links[-1]] = end._replace(tokens=tokens)
         one.replica, one.joined, one.placed_at, one.by_keys = replica, self._joined[replica], now, by_keys
-        if grown:
-            self._keep(key, one)
-        else:
-            self._claim(key, one)
+        (self._keep if grown else self._claim)(key, one)
 
     def removed(self, replica: str) -> None:
         """A replica was removed, or has lost what it had."""
@@ -250,7 +247,7 @@ class KnownPrompts:
         self._kept[key] = one
 
     def _claim(self, key: _Key, one: _Conversation) -> None:
-        """What begins as this conversation is found by it, the newest."""
+        """Let all of its links name this conversation, the newest."""
         for name in one.links:
             self._by_link[name] = key
 

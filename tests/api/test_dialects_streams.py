@@ -10,8 +10,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.api.dialects.decode import Limits
-from foreword.api.dialects.delta_reader import DeltaReader
 from foreword.api.dialects.dialect_writers import writer_for
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, Writer
@@ -81,7 +81,7 @@ def blocks(deltas: Sequence[ChoiceDelta]) -> list[tuple[str, str, str]]:
 @given(outputs())
 def test_chat(deltas: list[ChoiceDelta]) -> None:
     """A reader of the stream gets what a reader of the whole response gets."""
-    reader, other = DeltaReader(), DeltaReader()
+    reader, other = ChoiceReader(), ChoiceReader()
     read = [delta for event in streamed("chat", deltas) for delta in reader.read_deltas(json.dumps(event).encode())]
     at_once = [other.read_whole(json.dumps(whole("chat", deltas)).encode())]
     kinds = ("text", "reasoning", "call")

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from foreword.api.dialects.decode import NO_JSON, is_set
-from foreword.api.output import TokenEntry, Usage
+from foreword.api.output import TokenEntry
 from foreword.decoders import decode_json, json_decoder
 from foreword.errors import (
     BadRequest,
@@ -87,15 +87,15 @@ class _Usage(Struct):
         return UsageCounts(cached, output, prompt, after.reasoning_tokens)
 
 
-class Function(Struct):
+class SpokenFunction(Struct):
     name: str | None = None
     arguments: str | None = None
 
 
-class Call(Struct):
+class SpokenCall(Struct):
     index: Count | None = None
     id: str | None = None
-    function: Function | None = None
+    function: SpokenFunction | None = None
 
 
 class Spoken(Struct, gc=False):
@@ -106,7 +106,7 @@ class Spoken(Struct, gc=False):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[SpokenCall] | None = None
 
 
 class _Alternative(Struct):
@@ -230,12 +230,6 @@ class AnswerReader:
         self.other = False
         self.ended = False
         self.last = NO_JSON
-
-    @property
-    def usage(self) -> Usage:
-        """The counts; those that did not arrive are 0."""
-        cached, output, prompt, reasoning = (count or 0 for count in self.counts)
-        return Usage(prompt, output, cached, reasoning_tokens=reasoning)
 
     def read(self, data: bytes) -> AnswerChunk:
         """The data of one event, or a whole body. Runs for every token.

@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import UNSET
 
-from foreword.api.dialects.answer_reader import AnswerChoice, AnswerReader, Call, Function, Spoken
+from foreword.api.dialects.answer_reader import AnswerChoice, AnswerReader, Spoken, SpokenCall, SpokenFunction
 from foreword.api.output import (
     CallArguments,
     CallStart,
@@ -17,6 +17,7 @@ from foreword.api.output import (
     PromptInfo,
     Reasoning,
     Text,
+    Usage,
 )
 from foreword.errors import ReplicaFailed
 
@@ -46,8 +47,8 @@ class _ChoiceState:
             pieces += self._call(call)
         return tuple(pieces)
 
-    def _call(self, call: Call) -> list[Piece]:
-        function = call.function or Function()
+    def _call(self, call: SpokenCall) -> list[Piece]:
+        function = call.function or SpokenFunction()
         index = self._index(call)
         pieces: list[Piece] = []
         if index not in self.started:
@@ -62,7 +63,7 @@ class _ChoiceState:
             pieces.append(CallArguments(index, function.arguments))
         return pieces
 
-    def _index(self, call: Call) -> int:
+    def _index(self, call: SpokenCall) -> int:
         if call.index is not None:
             return call.index
         return self.last + 1 if call.id or self.last < 0 else self.last
@@ -72,13 +73,19 @@ class _ChoiceState:
         return _FINISH_REASONS.get(reason, "tool_calls" if self.started else "stop")
 
 
-class DeltaReader(AnswerReader):
+class ChoiceReader(AnswerReader):
     """Reads one answer: its events in order, or its whole body."""
 
     def __init__(self) -> None:
         super().__init__()
         self._state = _ChoiceState()
         self._prompt: PromptInfo | None = None
+
+    @property
+    def usage(self) -> Usage:
+        """The counts; those that did not arrive are 0."""
+        cached, output, prompt, reasoning = (count or 0 for count in self.counts)
+        return Usage(prompt, output, cached, reasoning_tokens=reasoning)
 
     def read_deltas(self, data: bytes) -> list[ChoiceDelta]:
         """The deltas in the data of one event of a chat or a completion with one choice. Raises as `read`."""
