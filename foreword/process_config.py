@@ -22,7 +22,8 @@ from foreword.config import (
     parse_bytes,
     positive,
 )
-from foreword.errors import ConfigError, ModelNotFound
+from foreword.errors import ConfigError
+from foreword.request_errors import ModelNotFound
 
 # Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
 _BODY_BYTES_PER_TOKEN = 64

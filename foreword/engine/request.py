@@ -14,7 +14,8 @@ from typing import Any, Literal, cast
 from foreword.blocks.miss_history import MissReason
 from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
-from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex, RequestFailed
+from foreword.errors import BadRequest, ForewordError
+from foreword.request_errors import EngineFailed, GrammarTooComplex, RequestFailed
 from foreword.tokens.stops import ReasoningSpan
 from foreword.tokens.structured_output import StructuredOutput
 from foreword.tokens.token_logprob import MAX_LOGPROBS, TokenLogprob

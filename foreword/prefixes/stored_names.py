@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from foreword.blocks.keys import Scope
-from foreword.blocks.public import PublicBlocks
+from foreword.blocks.public_blocks import PublicBlocks
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import StoreError

@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from foreword.config import ip_address
 from foreword.configuration import Config
-from foreword.errors import BadRequest, ConfigError, Forbidden
+from foreword.errors import BadRequest, ConfigError
+from foreword.request_errors import Forbidden
 from foreword.transfer.sockets import parse_address
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -18,7 +18,7 @@ from tiny import VOCAB, greedy
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import PREFIX_BYTES
-from foreword.blocks.public import public_keys
+from foreword.blocks.public_blocks import public_keys
 from foreword.blocks.salt import PUBLIC, Salt, derive_salt
 from foreword.engine.request import CacheReport, Request
 from foreword.engine_config import EngineConfig

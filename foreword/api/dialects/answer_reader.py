@@ -25,16 +25,8 @@ from foreword.api.output import (
     Usage,
 )
 from foreword.decoders import decode_json, json_decoder
-from foreword.errors import (
-    BadRequest,
-    ForewordError,
-    NotFound,
-    PromptTooLong,
-    QueueFull,
-    ReplicaError,
-    ReplicaFailed,
-    RequestEnded,
-)
+from foreword.errors import BadRequest, ForewordError, NotFound
+from foreword.request_errors import PromptTooLong, QueueFull, ReplicaError, ReplicaFailed, RequestEnded
 from foreword.usage import TokenUsage
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]

@@ -15,7 +15,7 @@ from foreword.blocks.resume import GroupKind, alignment
 from foreword.blocks.salt import Salt
 from foreword.config_layers import build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
-from foreword.integrations.vllm.extra_parts import PortableLayout, check_usage, portable_layout
+from foreword.integrations.vllm.extra_parts import check_usage, portable_layout
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
 from foreword.integrations.vllm.namespace import (
     base_digest,
@@ -35,6 +35,7 @@ from foreword.store.urls import check_stores, loss_of, parse
 from foreword.store_config import EncryptionConfig, StoreConfig
 
 if TYPE_CHECKING:
+    from foreword.integrations.vllm_extras.interfaces import PortableLayout
     from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)

@@ -11,18 +11,20 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from foreword.errors import StoreError
 from foreword.integrations.vllm.degraded import statistic
-from foreword.integrations.vllm.transfer_extra import Leases
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.manager import OffloadManager, OffloadStatus
 from foreword.offload.policy import LoadCosts
 from foreword.store.tier_counters import PER_TIER, LookupOutcome, TierState
 from foreword.store.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from foreword.integrations.vllm_extras.interfaces import Leases
 from foreword.store.urls import labels_of
 
 REPORT_SECONDS: Final = 0.1

@@ -26,7 +26,6 @@ from vllm.v1.request import RequestStatus
 
 from foreword.blocks.keys import TokenChain
 from foreword.decoders import convert
-from foreword.errors import TransferRefused
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm.step_messages import (
@@ -37,6 +36,7 @@ from foreword.integrations.vllm.step_messages import (
     LeaseRevocation,
 )
 from foreword.integrations.vllm.transfer_extra import Handoffs
+from foreword.transfer.errors import TransferRefused
 from foreword.transfer_config import ALL_RIGHTS
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import Any
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import ITEM_BYTES
-from foreword.blocks.public import PublicBlocks
+from foreword.blocks.public_blocks import PublicBlocks
 from foreword.blocks.resume import alignment, longest_resumable
 from foreword.blocks.salt import PUBLIC, Salt
-from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
+from foreword.errors import ConfigError, ModelUnsupported, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import (
     base_digest,
@@ -31,6 +31,7 @@ from foreword.offload.search import StoredGroup
 from foreword.prefixes.kept_records import PrefixRecord
 from foreword.prefixes.stored import PrefixPins, own_keys
 from foreword.prefixes.stored_names import PrefixStorage
+from foreword.request_errors import NotReady
 from foreword.store.base import Name
 from foreword.store.layout_records import LayoutRecord, layouts
 from foreword.store.shared_records import FoundRecords
