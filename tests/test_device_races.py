@@ -169,10 +169,10 @@ class Planted(DeviceCopies):
         self._queues.submit(stream, lambda: self._launch(group, units, slots, gather=False))
 
     def to_host(self, stream: Stream, slots: Sequence[int]) -> None:
-        self._queues.submit(stream, lambda: self._move(self._arena, self._mirror, slots))
+        self._queues.submit(stream, lambda: self._move(self._arena, self.mirror(), slots))
 
     def to_device(self, stream: Stream, slots: Sequence[int]) -> None:
-        self._queues.submit(stream, lambda: self._move(self._mirror, self._arena, slots))
+        self._queues.submit(stream, lambda: self._move(self.mirror(), self._arena, slots))
 
     def note(self, slots: Sequence[int], event: Any, **more: Any) -> None:
         self._saves.update(dict.fromkeys(slots, _Copy(event, **more)))

@@ -3,6 +3,7 @@ interpreter: the host touches no byte, what is wrong never reaches KV, and witho
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import random
 import threading
@@ -35,8 +36,9 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
 from foreword.engine.engine_stores import EngineStores
 from foreword.offload import numa
+from foreword.offload.device import Stream
 from foreword.offload.device_checksum import DeviceChecksums
-from foreword.offload.pinned import PinnedMemory
+from foreword.offload.pinned import PinnedMemory, allocated
 from foreword.offload.staging import StagingArena
 from foreword.store import frame as frames_module
 from foreword.store.frame import RAW, Header, check, seal
@@ -211,6 +213,45 @@ def test_a_tier_that_is_full_of_pins(direct: Make) -> None:
     assert behind.lookup(names_of_chain(8, 8), deadline=soon()) == 8
 
 
+def test_nothing_but_the_ring_is_on_the_device(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a further tier are loaded, and blocks for which memory has no room saved, through the pieces of the ring: the
+    staging arena has no mirror. Whatever a step does meanwhile, they have their bytes."""
+    behind = MemoryStore(1 << 20, label="behind")
+    engine = direct(tier_blocks=4, behind=[behind])
+    engine.store(7, 4)
+    assert engine.memory.pin(names_of_chain(7, 2), deadline=soon()) == 2
+    done = 0
+    while done < 10:  # two find room, the others go to the further tier
+        done += engine.save(8, range(done, 10), done=done)
+        assert engine.offload.flush(60)
+    engine.device.begin_step()
+    load: Any = engine.load(8, range(10, 20))
+    engine.device.submit(Stream.COMPUTE, partial(engine.blocks[:10].fill_, 1))
+    assert engine.await_load(load) == 10 and engine.values(range(20)) == [1] * 10 + [8] * 10
+    assert behind.lookup(names_of_chain(8, 10), deadline=soon()) == 10
+    assert engine.staging._on_device._mirror is None and not engine.offload._direct.ring.loading  # type: ignore[union-attr]
+
+
+def test_a_load_through_the_ring_is_aborted(direct: Make) -> None:
+    """Of blocks of a further tier, while its copies wait for a step: its blocks and piece are free when they have ended."""
+    behind = MemoryStore(1 << 20, label="behind")
+    engine = direct(behind=[behind])
+    engine.store(7, 8)
+    engine.memory.delete(names_of_chain(7, 8), deadline=soon())
+    device = engine.device
+    device.begin_step()
+    load: Any = engine.load(7, range(8, 16))
+    device.settle(lambda: load.done)
+    load.close()
+    assert not load.done and load.copying
+    device.end_step()
+    while not load.done:
+        device.settle(lambda: load.done)
+    engine.blocks.zero_()
+    device.settle(lambda: not engine.offload._direct.ring.loading)  # type: ignore[union-attr]
+    assert engine.values(range(24)) == [0] * 24
+
+
 def test_a_tenant_with_its_quota_full_of_pins(direct: Make) -> None:
     """What memory refuses since a tenant has used up its quota counts as failed if there is no further tier."""
     engine = direct(memory=MemoryStore(16 * FRAME, slot_bytes=FRAME, tenant_quota=0.25))
@@ -318,6 +359,7 @@ def test_the_other_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         engine.store(7, 4)
         engine.blocks.zero_()
         assert engine.await_load(engine.load(7, range(4))) == 4 and engine.values(range(4)) == [7] * 4
+        assert engine.staging._on_device._mirror is not None  # type: ignore[union-attr]
     finally:
         engine.close()
 
@@ -351,17 +393,22 @@ class Locks:
 
     Attributes:
         placed: what was to be near the device.
+        gives: it allocates memory.
     """
 
-    def __init__(self, refused: int = 1 << 40) -> None:
+    def __init__(self, refused: int = 1 << 40, *, gives: bool = False) -> None:
         self.locked: dict[int, int] = {}
         self.refused = refused
+        self.gives = gives
         self.placed: list[tuple[int, int]] = []
         self.more = threading.Semaphore(0)
 
     def place(self, address: int, size: int) -> None:
         assert not self.locked
         self.placed.append((address, size))
+
+    def allocate(self, size: int) -> memoryview | None:
+        return memoryview(bytearray(size)) if self.gives else None
 
     def lock(self, address: int, size: int) -> str | None:
         self.more.acquire()
@@ -421,6 +468,93 @@ def test_memory_is_unlocked(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     assert not direct.ring.loading
     engine.close()
     assert not locks.locked
+
+
+def locked_by(monkeypatch: pytest.MonkeyPatch, locks: Locks) -> None:
+    module = foreword.offload.direct_tier
+    monkeypatch.setattr(module, "CudaPinning", lambda device: locks)
+    monkeypatch.setattr(module, "is_cuda", lambda device: True)
+    locks.more.release(100)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_memory_that_may_not_be_locked_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, early: bool
+) -> None:
+    """As on a confidential machine: where the tier's memory cannot be page-locked, memory that is allocated so takes its place,
+    and one line says why. Blocks go straight there; one that came before is a miss."""
+    small_pieces(monkeypatch)
+    locks = Locks(refused=0, gives=True)
+    locked_by(monkeypatch, locks)
+    caplog.set_level(logging.INFO, "foreword.offload")
+    memory = MemoryStore(16 * FRAME, slot_bytes=FRAME)
+    if early:
+        header = Header(*_parts(5, 0), 0, RAW, BYTES, BYTES)
+        buffer = memoryview(bytearray(FRAME))
+        memory.put([seal(header, buffer)], deadline=soon())
+    before = memory.memory
+    engine = DirectEngine(memory=memory)
+    direct: Any = engine.offload._direct
+    direct._pinned._thread.join(60)
+    assert direct.usable and memory.memory is not before and not locks.locked
+    [line, _] = [record.getMessage() for record in caplog.records if record.name == "foreword.offload"]
+    assert "allocated page-locked" in line and "operation not permitted" in line
+    engine.store(7, 8)
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(7, range(8))) == 8 and engine.values(range(8)) == [7] * 8
+    assert memory.status().blocks == 8 and engine.offload.status().saved == 8
+    engine.close()
+
+
+def test_memory_that_may_not_be_moved(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """While a block is pinned the tier keeps its memory: blocks go through the staging arena."""
+    small_pieces(monkeypatch)
+    monkeypatch.setattr(foreword.offload.pinned, "_PATIENCE", 0.0)
+    locked_by(monkeypatch, Locks(refused=0, gives=True))
+    memory = MemoryStore(16 * FRAME, slot_bytes=FRAME)
+    header = Header(*_parts(5, 0), 0, RAW, BYTES, BYTES)
+    memory.put([seal(header, memoryview(bytearray(FRAME)))], deadline=soon())
+    assert memory.pin([header.name], deadline=soon()) == 1
+    engine = DirectEngine(memory=memory)
+    direct: Any = engine.offload._direct
+    direct._pinned._thread.join(60)
+    assert not direct.usable and "cannot be page-locked: operation not permitted" in caplog.text
+    engine.store(7, 4)
+    assert memory.lookup([header.name], deadline=soon()) == 1 and memory.status().blocks == 5
+    engine.close()
+
+
+def test_memory_of_the_driver_ends_with_its_last_view() -> None:
+    """Not before: a view of a frame may outlive the store. It is freed in the context in which it was made, on any thread, and
+    a thread without one gets none."""
+    kept, calls = bytearray(b"x" * 64), list[tuple[str, Any]]()
+    address, contexts = ctypes.addressof(ctypes.c_char.from_buffer(kept)), [7]
+
+    def current(found: Any) -> int:
+        found._obj.value = contexts[-1]
+        return 0
+
+    def allocate(found: Any, size: Any, flags: Any) -> int:
+        found._obj.value = address
+        return 0 if size.value == 64 else 2
+
+    driver = types.SimpleNamespace(
+        cuCtxGetCurrent=current,
+        cuMemHostAlloc=allocate,
+        cuCtxPushCurrent_v2=lambda context: calls.append(("push", context.value)),
+        cuMemFreeHost=lambda found: calls.append(("free", found.value)),
+        cuCtxPopCurrent_v2=lambda context: calls.append(("pop", context._obj.value)),
+    )
+    assert allocated(65, driver) is None
+    memory = allocated(64, driver)
+    assert memory is not None and memory.nbytes == 64
+    memory[:2] = b"ab"
+    contexts.append(0)
+    assert allocated(64, driver) is None
+    frame, memory = memory[:4], None
+    assert bytes(frame) == b"abxx" and not calls
+    del frame
+    assert calls == [("push", 7), ("free", address), ("pop", None)]
 
 
 def test_memory_near_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
+from foreword.blocks.leases import Leases
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.retention import Reservation
-from foreword.blocks.retention_book import RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content, NamedPrefix
-from foreword.prefixes.kept_records import PREFIXES, Chain, PrefixRecord
+from foreword.prefixes.lease_records import PREFIXES, Chain, PrefixRecord
+from foreword.prefixes.pins import PrefixPins
 from foreword.prefixes.prefix_service import PrefixService, Registration
-from foreword.prefixes.stored import PrefixPins
 from foreword.prefixes.stored_names import StoredPrefixes
 from foreword.store import shared_records
 from foreword.store.memory.memory_store import MemoryStore
@@ -70,7 +70,7 @@ def tokenize(content: Content) -> list[int]:
 class Kept:
     """The KV of one version, a byte per block."""
 
-    def __init__(self, book: RetentionBook, reservation: Reservation) -> None:
+    def __init__(self, book: Leases, reservation: Reservation) -> None:
         self.reservation = reservation
         self._book = book
 
@@ -87,7 +87,7 @@ class Instance:
 
     def __init__(self, storage: Storage | None = None, budget: int = 1000) -> None:
         self.unpinned: list[int] = []
-        self.kept = RetentionBook(budget, budget, release=self.unpinned.extend)
+        self.kept = Leases(budget, budget, release=self.unpinned.extend)
         self.service = PrefixService(tokenize, self._reserve, storage)
         self.book = self.service.book
 

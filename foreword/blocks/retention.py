@@ -1,4 +1,4 @@
-"""What a request asks to keep, and what became of it (`blocks/retention_book.py` keeps it)."""
+"""What a request asks to keep, and what became of it (`blocks/leases.py` keeps it)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Reservation:
     """The share of the budget that a named prefix takes.
 
     Attributes:
-        count: device blocks that are still to be computed; 0 from `RetentionBook.fill` on.
+        count: device blocks that are still to be computed; 0 from `Leases.fill` on.
         blocks: device blocks that are kept.
     """
 

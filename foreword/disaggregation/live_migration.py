@@ -391,8 +391,8 @@ class Migrations:
         self._core.replay_output(sequence)
         if state.hidden:
             self._core.cache.hide(sequence.table)
-        if sequence.kept is not None and sequence.cached_tokens >= 0:  # otherwise it is admitted here
-            self._core.kept.admitted(sequence.kept, sequence.table, sequence.num_prompt)
+        if sequence.leases is not None and sequence.cached_tokens >= 0:  # otherwise it is admitted here
+            self._core.leases.admitted(sequence.leases, sequence.table, sequence.num_prompt)
         self._context.thread.add_migrated(sequence.request, sequence.output, incoming.offer.envelope)
         incoming.kv_tokens = tokens
         incoming.end()

@@ -26,8 +26,8 @@ from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
 from foreword.engine.engine_stores import EngineStores
 from foreword.engine.external_kv import MAX_PREFETCHES, Prefetch, RemoteKV
-from foreword.engine.kept import KeptPrefixes
 from foreword.engine.output_text import OutputText
+from foreword.engine.prompt_leases import EngineLeases
 from foreword.engine.prompt_logprobs import PromptLogprobs
 from foreword.engine.request import MAX_RETENTIONS, Delta, FinishReason, MigratedTo, Request, SamplingParams
 from foreword.engine.runner import Runner, Sampled, draw_of
@@ -157,15 +157,15 @@ class EngineCore:
         history: MissHistory | None = None,
         observers: Iterable[Observer] = (),
         offload: EngineStores | None = None,
-        kept: KeptPrefixes | None = None,
+        leases: EngineLeases | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         self.cache = cache
         self.hooks = Hooks()
         self._posted: deque[Callable[[], object]] = deque()
         self.post: Callable[[Callable[[], object]], object] = self._posted.append
-        self.kept = kept or KeptPrefixes(cache, 0, 0)
-        self.kept.on_release = lambda: self.post(self.kept.settle)
+        self.leases = leases or EngineLeases(cache, 0, 0)
+        self.leases.on_release = lambda: self.post(self.leases.settle)
         self.offload = offload
         self.sessions = SessionBook()
         self.on_superseded: Callable[[bytes, Alone], None] = lambda tenant, alone: None
@@ -275,8 +275,8 @@ class EngineCore:
         total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
         table = self.cache.open(request.tokens, salt=request.salt)
         sequence = SequenceState(request, table, seed, total, arrived=time.monotonic())
-        if request.retain or request.named or self.kept.book.entries:
-            sequence.kept = self.kept.open(request)
+        if request.retain or request.named or self.leases.book.entries:
+            sequence.leases = self.leases.open(request)
         sequence.bad_words = self._tokenizer.bad_words(params.bad_words) if params.bad_words else ()
         sequence.constraint = None if compiled is None else compiled.open()
         self._texts[sequence] = _TextState(OutputText(self._tokenizer, request), on_finish)
@@ -398,8 +398,8 @@ class EngineCore:
         return deltas
 
     def _keep(self, sequence: SequenceState) -> None:
-        assert sequence.kept is not None
-        self.kept.computed(sequence.kept, sequence.table, sequence.computed)
+        assert sequence.leases is not None
+        self.leases.computed(sequence.leases, sequence.table, sequence.computed)
 
     def idle_pause(self) -> float | None:
         """Seconds until there may be work for an idle engine; None if there is none."""
@@ -484,7 +484,7 @@ class EngineCore:
             raise sequence.broken
         for hook in self.hooks.computed:
             hook(step, chunk)
-        if sequence.kept is not None:
+        if sequence.leases is not None:
             self._keep(sequence)
         if not chunk.samples:
             return []
@@ -595,9 +595,9 @@ class EngineCore:
                 ends.callback(self.transfers.sequence_ended, sequence, error)
             for hook in self.hooks.ended:
                 ends.callback(hook, sequence, complete)
-            if complete and sequence.kept is not None:
+            if complete and sequence.leases is not None:
                 self._keep(sequence)
-            retained = self.kept.ended(sequence.kept) if sequence.kept is not None else ()
+            retained = self.leases.ended(sequence.leases) if sequence.leases is not None else ()
             if complete:
                 if on_finish is not None:
                     on_finish(sequence)
@@ -657,8 +657,8 @@ class EngineCore:
 
     def _note_admitted(self, sequence: SequenceState) -> None:
         sequence.admitted_at = time.monotonic()
-        if sequence.kept is not None:
-            self.kept.admitted(sequence.kept, sequence.table, sequence.num_prompt)
+        if sequence.leases is not None:
+            self.leases.admitted(sequence.leases, sequence.table, sequence.num_prompt)
         if sequence.request.want_cache_report:
             sequence.report = self._reports.report(sequence)
         for hook in self.hooks.admitted:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.blocks.prefix_cache import BlockTable, Copy
 from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV
-from foreword.engine.kept import PromptRetentions
+from foreword.engine.prompt_leases import PromptLeases
 from foreword.engine.request import CacheReport, Request
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class SequenceState:
         remote: where the prompt is computed, if not here. The `n` sequences of a request share it: the first one gets the
             KV, the others wait for it.
         loaded, transferred: what the stores and the other instance brought before the first admission.
-        kept: its retentions; None if there are none.
+        leases: its retentions; None if there are none.
         constraint: what the output must match, after the output so far.
         counts: of its tokens, from its first step with penalties on.
         bad_words: tokens that are not generated one after the other.
@@ -68,7 +68,7 @@ class SequenceState:
     remote: RemoteKV | None = None
     loaded: KVArrival | None = None
     transferred: KVArrival | None = None
-    kept: PromptRetentions | None = None
+    leases: PromptLeases | None = None
     constraint: Constraint | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     counts: TokenCounts | None = None

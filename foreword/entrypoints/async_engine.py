@@ -95,7 +95,7 @@ class AsyncEngine:
         self.info: ModelInfo = parts.info
         self.tokenizer: Tokenizer = parts.tokenizer
         self.offload: EngineStores | None = parts.offload
-        budget = parts.core.kept.book.budget * self.info.kv_bytes_per_block
+        budget = parts.core.leases.book.budget * self.info.kv_bytes_per_block
         self.prefixes = AsyncPrefixes(parts.prefix_service(), self._compute_prefix, budget)
         self.unclaimed = UnclaimedRequests(self._expired)
         self.served: BlockServer | None = None
@@ -309,7 +309,7 @@ class AsyncEngine:
 
     def retentions(self, tenant: bytes = b"") -> list[RetentionInfo]:
         """Retentions of a tenant, given its salt."""
-        return [cache_requests.describe(one) for one in self._core.kept.book.of(tenant_digest(tenant))]
+        return [cache_requests.describe(one) for one in self._core.leases.book.of(tenant_digest(tenant))]
 
     async def unclaimed_requests(self) -> Sequence[UnclaimedRequest]:
         """Unclaimed requests, once the engine's thread has done everything posted before."""
@@ -383,8 +383,8 @@ class AsyncEngine:
             kv_usage=1.0 - pool.num_free / pool.num_blocks,
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
-            pinned_blocks=core.kept.book.named_blocks,
-            retained_blocks=core.kept.book.kept_blocks,
+            pinned_blocks=core.leases.book.named_blocks,
+            retained_blocks=core.leases.book.kept_blocks,
             preemptions=core.scheduler.num_preemptions,
             steps=core.steps,
             failed=self.failed,

@@ -26,9 +26,9 @@ from foreword.engine import model as models
 from foreword.engine import preflight
 from foreword.engine.batch_invariance import scoped_fingerprint
 from foreword.engine.engine_stores import EngineStores
-from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.model import LoadedModel
+from foreword.engine.prompt_leases import EngineLeases
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.self_check import check_bits, probe_bits, self_check
@@ -43,10 +43,10 @@ from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.ring import RING_BYTES
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import Content
+from foreword.prefixes.lease_follower import LeaseFollower
 from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.prefixes.stored import StoredRetentions
 from foreword.prefixes.stored_names import StoredPrefixes, StorePins, models_with_names
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.store_keys import StoreKeys, TenantKeys, keys_of
@@ -127,7 +127,7 @@ class EngineParts:
     chains: ChainIndex | None
     quarantine: ChainQuarantine
     pins: StorePins | None = None
-    retentions: StoredRetentions | None = None
+    retentions: LeaseFollower | None = None
     erasures: OpenErasures | None = None
     keys: TenantKeys | None = None
     earlier: str = ""
@@ -162,7 +162,7 @@ class EngineParts:
         def mark(texts: list[Sequence[int]]) -> None:
             cache.public.set(public_keys(cache.scope(PUBLIC), tokens) for tokens in texts)
 
-        return PrefixService(tokenize, self.core.kept.reserve, storage, mark)
+        return PrefixService(tokenize, self.core.leases.reserve, storage, mark)
 
     def block_server(self, post: Post) -> BlockServer:
         """Lets other instances read the blocks on the device and in this process's memory tiers."""
@@ -229,8 +229,8 @@ def build_engine(
         offload = _open_stores(stores, keys, loaded, cache.groups, runner, transfer or TransferConfig(), progress)
     info = _model_info(config, loaded, runner, cache)
     prefixes = prefixes or PrefixConfig()
-    kept = _kept_prefixes(prefixes, info, cache)
-    core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers, kept)
+    leases = _leases(prefixes, info, cache)
+    core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers, leases)
     if offload is not None:
         offload.describe(info.name, bytes.fromhex(info.fingerprint), cache.groups)
     pins = retentions = erasures = None
@@ -239,7 +239,7 @@ def build_engine(
         pins = StorePins(offload, info.namespace, cache.groups, info.fingerprint)
         core.on_superseded = partial(_retire, offload, pins)
         if offload.store.writable:
-            retentions = StoredRetentions(kept.book, offload.store, pins, info.block_size)
+            retentions = LeaseFollower(leases.book, offload.store, pins, info.block_size)
     core.audit, quarantine = audit, _ = build_audit(config, asdict(info), runner, cache, offload)
     if config.audit_every:
         audit.attach(core.hooks)
@@ -344,7 +344,7 @@ def _engine_core(
     tokenizer: Tokenizer,
     offload: EngineStores | None,
     observers: Sequence[Observer],
-    kept: KeptPrefixes,
+    leases: EngineLeases,
 ) -> EngineCore:
     scheduler = Scheduler(
         cache,
@@ -352,7 +352,7 @@ def _engine_core(
         max_num_seqs=config.max_num_seqs,
         reserve=config.reserve,
         offload=offload,
-        reclaim=kept.yield_one,
+        reclaim=leases.yield_one,
     )
     ends, seed = tokenizer.eos_token_ids, config.seed
     limits = EngineLimits(info.max_model_len, info.vocab_size, ends, seed, config.report_other_tenants)
@@ -366,15 +366,15 @@ def _engine_core(
         history=history,
         observers=observers,
         offload=offload,
-        kept=kept,
+        leases=leases,
         grammars=GrammarCompiler(lambda: Vocabulary(tokenizer.as_json(), info.vocab_size, ends)),
     )
 
 
-def _kept_prefixes(config: PrefixConfig, info: ModelInfo, cache: PrefixCache) -> KeptPrefixes:
+def _leases(config: PrefixConfig, info: ModelInfo, cache: PrefixCache) -> EngineLeases:
     size, pool = info.kv_bytes_per_block, info.num_blocks * info.kv_bytes_per_block
     budget, retained = (min(given, pool) // size for given in (config.budget_bytes(pool), config.retain_bytes(pool)))
-    return KeptPrefixes(
+    return EngineLeases(
         cache,
         budget,
         int(retained * config.retain_tenant_share),
@@ -466,7 +466,7 @@ def _copy_bytes(config: StoreConfig, device: str) -> int:
     """Bytes that copies to and from stores take on a device of this type."""
     if not config.urls:
         return 0
-    return config.staging_bytes(device) + (RING_BYTES if config.direct and device == "cuda" else 0)
+    return max(config.staging_bytes(device), RING_BYTES if config.direct and device == "cuda" else 0)
 
 
 def kv_blocks(config: EngineConfig, loaded: LoadedModel, staging: int = 0) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from foreword.blocks.leases import Lease
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import PREFETCH_PRIORITY, Retention, RetentionAnswer
-from foreword.blocks.retention_book import Retained
 from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
-from foreword.engine.kept import NamedKV
+from foreword.engine.prompt_leases import NamedKV
 from foreword.engine.request import Request, SamplingParams
 from foreword.prefixes.prefix_service import Registration
 
@@ -35,7 +35,7 @@ class RetentionInfo:
     stored: bool
 
 
-def describe(one: Retained) -> RetentionInfo:
+def describe(one: Lease) -> RetentionInfo:
     expires = None if one.ttl is None else time.time() + one.expires - time.monotonic()
     return RetentionInfo(one.key.hex(), one.tokens, one.ttl, one.priority, expires, bool(one.blocks), one.stored)
 
@@ -72,7 +72,7 @@ def prefetch(
         if not held:
             done(RetentionAnswer("refused", 0, None, reason or "neither the device nor a store has it"))
             return
-        kept = core.kept.keep(table, Retention(held, seconds, PREFETCH_PRIORITY, stored=False))
+        kept = core.leases.keep(table, Retention(held, seconds, PREFETCH_PRIORITY, stored=False))
         why = reason or ("" if held == full else "the stores have no more of it")
         ttl = kept.ttl if kept.tokens == held else None
         done(RetentionAnswer("accepted" if held == full else "clipped", held, ttl, why or kept.reason))
@@ -80,10 +80,10 @@ def prefetch(
     core.prefetch(tokens, salt, ended)
 
 
-def release(core: EngineCore, tokens: Sequence[int] | None, salt: Salt) -> list[Retained]:
+def release(core: EngineCore, tokens: Sequence[int] | None, salt: Salt) -> list[Lease]:
     """End the retentions along a prompt, or all of a salt, without a client's salt all of the tenant. From any thread; their
     blocks go back before the next step."""
-    book, tenant = core.kept.book, tenant_digest(salt.tenant)
+    book, tenant = core.leases.book, tenant_digest(salt.tenant)
     if tokens is None:
         return book.release(tenant, [one.key for one in book.of(tenant) if one.root.startswith(salt.prefix)])
     return book.release(tenant, core.cache.public.keys_of(core.cache.scope(salt), tokens))

@@ -164,7 +164,7 @@ class LLM:
         with self._prefixes.register(name, content, messages, replace=replace) as registration:
             self._run_requests([cache_requests.computing(f"prefix-{next(self._ids)}", registration)])
             made = registration.finish()
-        self._core.kept.settle()
+        self._core.leases.settle()
         assert made is not None
         return made
 
@@ -187,7 +187,7 @@ class LLM:
     def release(self, tokens: Sequence[int] | None = None) -> list[RetentionInfo]:
         """End the retentions along a prompt, or all. Returns them."""
         released = cache_requests.release(self._core, tokens, NO_SALT)
-        self._core.kept.settle()
+        self._core.leases.settle()
         return [cache_requests.describe(one) for one in released]
 
     def list_prefixes(self) -> list[NamedPrefix]:
@@ -196,7 +196,7 @@ class LLM:
     def remove_prefix(self, name: str) -> NamedPrefix:
         """Remove a named prefix, here and in the stores. Raises UnknownPrefix, StoreError."""
         removed = self._prefixes.remove(name)
-        self._core.kept.settle()
+        self._core.leases.settle()
         return removed
 
     def flush(self, timeout: float = 30.0) -> bool:

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foreword.blocks.runs import consecutive_runs
 
+Units = np.ndarray[Any, Any]
 _AXES = 6
 _NUMBERS = 5 + 3 * _AXES
 _WORDS_PER_PROGRAM = 1024
@@ -195,21 +197,29 @@ class DeviceCopies:
     ) -> None:
         self._arena = arena
         self._device = device
-        self._mirror = torch.empty(arena.shape, dtype=torch.uint8, device=device)
+        self._mirror: Tensor | None = None
+        self._making = threading.Lock()
         self._tables = [PlaneTable.of(planes, device) for planes in groups]
         self.queues = self._queues = CudaQueues(device) if queues is None else queues
         self._saves: dict[int, _Copy] = {}
 
-    def save(self, group: int, units: Sequence[tuple[int, int, int]], slots: Sequence[int]) -> None:
-        """Queue the copy of units into slots. `wait` tells when it is done; the units may be overwritten by later work."""
-        queues = self._queues
+    def mirror(self) -> Tensor:
+        """The mirror, which is made when it is needed."""
+        with self._making:
+            if self._mirror is None:
+                with torch.inference_mode(False):  # threads write there that have no such mode
+                    self._mirror = torch.empty(self._arena.shape, dtype=torch.uint8, device=self._device)
+            return self._mirror
+
+    def save(self, group: int, units: Units, slots: Sequence[int]) -> None:
+        """Queue the copy of units, int64 `[units, 3]`, into slots. `wait` tells when it is done; the units
+        may be overwritten by later work."""
+        queues, mirror = self._queues, self.mirror()
         # If a slot was given back before its last copy was done, that copy may be of both: it is followed by this one.
         queues.submit(Stream.COMPUTE, lambda: self._launch(group, units, slots, gather=True))
         queues.wait(Stream.SAVE, queues.record(Stream.COMPUTE))
-        queues.submit(Stream.SAVE, lambda: self._move(self._arena, self._mirror, slots))
-        copy = _Copy(queues.record(Stream.SAVE))
-        for slot in slots:
-            self._saves[slot] = copy
+        queues.submit(Stream.SAVE, lambda: self._move(self._arena, mirror, slots))
+        self._saves.update(dict.fromkeys(slots, _Copy(queues.record(Stream.SAVE))))
 
     def wait(self, slot: int) -> None:
         """Wait until what was saved into a slot is there."""
@@ -222,13 +232,13 @@ class DeviceCopies:
         """The work that the engine has queued so far. On its thread, when it hands blocks over to a load."""
         return self._queues.record(Stream.COMPUTE)
 
-    def load(self, group: int, slots: Sequence[int], units: Sequence[tuple[int, int, int]], mark: Event | None) -> None:
+    def load(self, group: int, slots: Sequence[int], units: Units, mark: Event | None) -> None:
         """Queue the copy of slots into units, behind what this thread has queued before, and behind `mark` if there is one.
         The slots must not change, nor the units be used, until `loaded` was waited for."""
         for slot in slots:
             self.wait(slot)
-        queues = self._queues
-        queues.submit(Stream.LOAD, lambda: self._move(self._mirror, self._arena, slots))
+        queues, mirror = self._queues, self.mirror()
+        queues.submit(Stream.LOAD, lambda: self._move(mirror, self._arena, slots))
         if mark is not None:
             queues.wait(Stream.LOAD, mark)
         queues.submit(Stream.LOAD, lambda: self._launch(group, units, slots, gather=False))
@@ -242,9 +252,9 @@ class DeviceCopies:
             frames = slice(slots[low], slots[low] + high - low)
             target[frames].copy_(source[frames], non_blocking=True)
 
-    def _launch(self, group: int, units: Sequence[tuple[int, int, int]], slots: Sequence[int], *, gather: bool) -> None:
+    def _launch(self, group: int, units: Units, slots: Sequence[int], *, gather: bool) -> None:
         table = self._tables[group]
         if table is None:
             return
-        host = torch.tensor([(*unit, slot) for unit, slot in zip(units, slots, strict=True)], dtype=torch.long)
-        table.copy(self._mirror, to_device(host, self._device), gather=gather)
+        host = torch.from_numpy(np.column_stack((units, slots)))
+        table.copy(self.mirror(), to_device(host, self._device), gather=gather)

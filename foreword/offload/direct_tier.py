@@ -32,7 +32,7 @@ from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.errors import BadFrame
 from foreword.offload.direct_extra import DirectCopies, DirectExtra
-from foreword.offload.pinned import PIN_BYTES, CudaPinning, PinnedMemory, Pinning
+from foreword.offload.pinned import PIN_BYTES, AllocatedArena, CudaPinning, PinnedMemory, Pinning
 from foreword.offload.ring import (
     PIECE_BYTES,
     PIECES_OF_A_LOAD,
@@ -44,13 +44,15 @@ from foreword.offload.ring import (
     TierMemory,
     copies_of,
 )
+from foreword.offload.ring_copies import RingCopies
 from foreword.offload.writer import WriteBehind
 from foreword.store.background import background_thread
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore, Tiers
 
 if TYPE_CHECKING:
-    from foreword.offload.device import Event
+    from foreword.offload.device import DeviceCopies, Event
     from foreword.offload.load import StoreLoad
     from foreword.offload.staging import StagingArena
     from foreword.store.base import Loan, Name, ReservedSlots
@@ -214,7 +216,7 @@ class DirectTier(DirectCopies):
             self._begin()
         else:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            self._pinned = PinnedMemory(memory, address, len(memory), pinning, self._begin)
+            self._pinned = PinnedMemory(memory, address, len(memory), pinning, self._begin, self._move)
             self._pinned.start()
 
     # The start
@@ -246,6 +248,11 @@ class DirectTier(DirectCopies):
         else:
             log.info("the device copies blocks directly to and from %s, and seals and checks them", self.tier.label)
         return self.usable
+
+    def _move(self, memory: memoryview) -> bool:
+        """Put other memory in place of the tier's, if no block is in use."""
+        store = self.tier.store
+        return isinstance(store, MemoryStore) and store.move_to(AllocatedArena(memory))
 
     def _test(self) -> str:
         """Let the device seal and check frames in the tier's own memory. Returns what is wrong; "" if nothing is."""
@@ -295,7 +302,7 @@ class DirectTier(DirectCopies):
     def _tier_memory(self, memory: memoryview | bytes, stride: int) -> TierMemory:
         known = self._memory
         if known is None or known.stride != stride:
-            cut = sys.maxsize if self._pinned is None else PIN_BYTES
+            cut = sys.maxsize if self._pinned is None or self._pinned.moved else PIN_BYTES
             self._memory = known = TierMemory.of(memory, stride, cut)
         return known
 
@@ -532,8 +539,15 @@ def _open(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> Dir
     if ring is None or memory is None:
         log.warning("store.direct has no effect: %s; blocks go through the staging arena", reason)
         return None
+    staging.use(partial(_through, ring, staging))
     pinning = CudaPinning(staging.device) if is_cuda(staging.device) else None
     return DirectTier(store, memory, ring, lambda group, units: staging.places(group, units), writer, pinning)
+
+
+def _through(ring: DeviceRing, staging: StagingArena, arena: torch.Tensor) -> DeviceCopies:
+    """The copies of the staging arena, which need no memory of the device besides the ring."""
+    assert staging.queues is not None
+    return RingCopies(arena, staging.planes(), ring, staging.queues)
 
 
 def is_cuda(device: torch.device) -> bool:

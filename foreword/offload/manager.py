@@ -151,6 +151,8 @@ class OffloadManager:
         self._reader = SlotReader(store, staging, self._loading_slots, staging.slots - half)
         self._writer = WriteBehind(store, staging, self._read_again)
         self._direct: DirectCopies | None = direct_extra().open(store, staging, self._writer) if direct else None
+        if self._direct is None:
+            staging.allocate()
         self._write_step = max(min(WRITE_BLOCKS, staging.slots // 4), 1)
         self._group_bytes = _GROUP_BYTES if staging.device.type == "cpu" else _GROUP_BYTES_ON_DEVICE
         self._gathering: list[tuple[int, Sequence[int], WriteBatch]] | None = None
@@ -392,6 +394,8 @@ class OffloadManager:
             found, kept = self._reader.read(names, slots, deadline=deadline, blocking=blocking)
             usable = [one for one in itertools.takewhile(bool, found) if one is not None]
             count = self._count_usable((one.frame for one in usable), groups)
+            while any(one.direct is not None for one in queued):
+                self._await_copy(store_load, queued)  # a thread that waits for a piece of the device's memory has none
             if not count or not store_load.begin_copy():
                 return 0
             copy = self._copy(store_load, done, slots[:count], groups)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from foreword.offload import numa
 from foreword.store.background import background_thread
+from foreword.store.memory.memory_store import MemoryArena
 
 log = logging.getLogger("foreword.offload")
 PIN_BYTES: Final = 256 << 20
 _PINNING_NICE: Final = 10
 _PORTABLE: Final = 1  # for all contexts of this process
+_PATIENCE: Final = 60.0  # seconds that blocks in use may keep memory from being moved
+_PAUSE: Final = 0.02
 
 
 class Pinning(Protocol):
@@ -30,6 +36,10 @@ class Pinning(Protocol):
         ...
 
     def unlock(self, address: int) -> None: ...
+
+    def allocate(self, size: int) -> memoryview | None:
+        """Other memory that is page-locked, until the last view of it is gone; None if that is refused, too."""
+        ...
 
 
 class CudaPinning:  # pragma: no cover - needs a GPU
@@ -61,6 +71,38 @@ class CudaPinning:  # pragma: no cover - needs a GPU
         with torch.cuda.device(self._device):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
+    def allocate(self, size: int) -> memoryview | None:
+        with torch.cuda.device(self._device):
+            torch.cuda.mem_get_info(self._device)  # gives the thread the context that the driver's calls need
+            return allocated(size, ctypes.CDLL("libcuda.so.1"))
+
+
+class AllocatedArena(MemoryArena):
+    """Memory of another owner, which a view of it keeps."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.size, self.view = memory.nbytes, memory
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def allocated(size: int, driver: Any) -> memoryview | None:
+    """Memory that CUDA's driver allocates, page-locked, and frees when the last view of it is gone; None if it refuses. In the
+    context of the calling thread."""
+    context, found = ctypes.c_void_p(), ctypes.c_void_p()
+    if driver.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
+        return None
+    if driver.cuMemHostAlloc(ctypes.byref(found), ctypes.c_size_t(size), ctypes.c_uint(_PORTABLE)) or not found.value:
+        return None
+    memory = (ctypes.c_char * size).from_address(found.value)
+
+    def free() -> None:  # on any thread, which may have another context or none
+        driver.cuCtxPushCurrent_v2(context)
+        driver.cuMemFreeHost(found)
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    weakref.finalize(memory, free).atexit = False  # the driver may be gone
+    return memoryview(memory).cast("B")
+
 
 class PinnedMemory:
     """Memory that a thread page-locks from start to end.
@@ -68,11 +110,13 @@ class PinnedMemory:
     Args:
         memory: keeps the memory mapped until it is released.
         ready: called on the thread after each piece until it says True; False ends it, and releases the memory.
+        move: takes other memory in its place, or says that it cannot now. It is called if the first piece is refused.
 
     Attributes:
         size: of all.
         end: bytes from the start that are page-locked.
         refused: why the rest is not; "" if it is, or will be.
+        moved: other memory, which was allocated page-locked, is in its place.
     """
 
     def __init__(
@@ -82,9 +126,12 @@ class PinnedMemory:
         size: int,
         pinning: Pinning,
         ready: Callable[[], bool | None],
+        move: Callable[[memoryview], bool] = lambda memory: False,
         piece: int = PIN_BYTES,
     ) -> None:
         self.end = 0
+        self.moved = False
+        self._move = move
         self.refused = ""
         self._memory: object = memory
         self.size = size
@@ -102,6 +149,9 @@ class PinnedMemory:
         while self.end < self.size and not self._stopped.is_set() and ready is not False:
             size = min(self._piece, self.size - self.end)
             refused = self._pinning.lock(self._address + self.end, size)
+            if refused is not None and not self.end and self._allocate(refused):
+                ready = self._ready()
+                break
             if refused is not None:
                 self.refused = refused
                 if ready:
@@ -117,6 +167,19 @@ class PinnedMemory:
         if ready is False:
             self._release()
 
+    def _allocate(self, refused: str) -> bool:
+        """Put memory in its place that is allocated page-locked, as where a system refuses to page-lock what there is."""
+        memory = self._pinning.allocate(self.size)
+        if memory is None:
+            return False
+        until = time.monotonic() + _PATIENCE
+        while not self._move(memory):
+            if time.monotonic() > until or self._stopped.wait(_PAUSE):
+                return False
+        log.info("the memory tier's memory was allocated page-locked, as it could not be afterwards: %s", refused)
+        self._memory, self.end, self.moved = memory, self.size, True
+        return True
+
     def close(self, timeout: float) -> bool:
         """Release the memory. Nothing copies any more. False if the thread does not end in time: the memory stays locked."""
         self._stopped.set()
@@ -127,6 +190,6 @@ class PinnedMemory:
         return True
 
     def _release(self) -> None:
-        for offset in range(0, self.end, self._piece):
+        for offset in range(0, 0 if self.moved else self.end, self._piece):
             self._pinning.unlock(self._address + offset)
         self.end, self._memory = 0, None

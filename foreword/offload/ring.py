@@ -1,5 +1,6 @@
 """Copies between paged tensors and the memory of a tier, whose slots a device reads and writes: the host copies and hashes
-nothing, and nothing lies between the two but a ring of a few pieces of the device's memory.
+nothing, and nothing lies between the two but a ring of a few pieces of the device's memory. Blocks that take the way through
+the staging arena go through the same pieces, without checksums: these are the host's there.
 
 A save gathers blocks into a piece on the stream that computes, so that later steps may overwrite them; headers, checksums and
 the copy into the slots follow on the stream of saves. A load copies slots into a piece, compares checksums and names there, and

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -110,6 +110,14 @@ class StagingArena:
         """The planes of each group, for other copies."""
         return [group.planes() for group in self._groups]
 
+    def use(self, make: Callable[[Tensor], DeviceCopies]) -> None:
+        """Copy otherwise from now on: as what is made for the arena, bytes `[slots, stride]`, does."""
+        self._on_device = make(self._arena)
+
+    def allocate(self) -> int:
+        """Take the device's memory for copies now, and not with the first. Returns its bytes."""
+        return 0 if self._on_device is None else self._on_device.mirror().nbytes
+
     def places(self, group: int, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
         """The coordinates of blocks of a group: int64 `[blocks, 3]`."""
         return self._groups[group].places(blocks)
@@ -131,7 +139,7 @@ class StagingArena:
         """Copy device blocks of a group into the payloads of slots. On return the blocks may be overwritten by work that is
         queued after; `buffer` returns a slot when the copy is complete."""
         if self._on_device is not None:
-            self._on_device.save(group, [self._groups[group].place(block) for block in blocks], slots)
+            self._on_device.save(group, self.places(group, blocks), slots)
         else:
             for block, slot, count in _runs(blocks, slots):
                 self._groups[group].copy(self._arena, block, slot, count, into_frames=True)
@@ -158,7 +166,7 @@ class StagingArena:
             lent: a store's memory, whose slots are meant; on a CPU (`copies_lent`). By default those of this arena.
         """
         if self._on_device is not None:
-            self._on_device.load(group, slots, [self._groups[group].place(block) for block in blocks], mark)
+            self._on_device.load(group, slots, self.places(group, blocks), mark)
             return
         arena = self._arena if lent is None else torch.frombuffer(lent.memory, dtype=torch.uint8).view(-1, lent.stride)
         for block, slot, count in _runs(blocks, slots):

@@ -1,5 +1,5 @@
 """The book of named prefixes: names, versions and use. In memory only; safe from any thread. The KV behind a name is kept as
-other KV is, within the same budget (`blocks/retention_book.py`)."""
+other KV is, within the same budget (`blocks/leases.py`)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from foreword.blocks.layout import ROOT_BYTES, Layout, block_names, key_of
 from foreword.blocks.public import PUBLIC_ROOT, is_public, roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
-from foreword.prefixes.kept_records import PREFIXES, PrefixRecord
+from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
 from foreword.store.background import at_once
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, record_tenant, step_deadline
 from foreword.store.layout_records import layouts

@@ -22,7 +22,7 @@ from foreword.blocks.salt import PUBLIC
 from foreword.errors import ForewordError, NotFound, StoreError, UnknownPrefix
 from foreword.newest import Newest
 from foreword.prefixes.book import Content, KeptKV, Message, NamedPrefix, PrefixBook, content_of
-from foreword.prefixes.kept_records import PrefixRecord
+from foreword.prefixes.lease_records import PrefixRecord
 from foreword.prefixes.stored_names import PrefixStorage
 from foreword.tasks import shared
 

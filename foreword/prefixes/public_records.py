@@ -8,7 +8,7 @@ from typing import Final
 from foreword.blocks.public import PUBLIC_ROOT
 from foreword.blocks.public_blocks import PublicBlocks
 from foreword.errors import StoreError
-from foreword.prefixes.kept_records import PREFIXES, READ_SECONDS
+from foreword.prefixes.lease_records import PREFIXES, READ_SECONDS
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.shared_records import SharedRecords
 from foreword.store.tiered import TieredStore

@@ -16,8 +16,8 @@ from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import NamedPrefix
-from foreword.prefixes.kept_records import PREFIXES, READ_SECONDS, Chain, PrefixRecord
-from foreword.prefixes.stored import PrefixPins, own_keys
+from foreword.prefixes.lease_records import PREFIXES, READ_SECONDS, Chain, PrefixRecord
+from foreword.prefixes.pins import PrefixPins, own_keys
 from foreword.store.base import Name
 from foreword.store.shared_records import FoundRecords, SharedRecords, leave
 from foreword.store.tiered import TieredStore

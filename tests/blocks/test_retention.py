@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 from example_counts import represented
 
+from foreword.blocks.leases import Leases
 from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
-from foreword.blocks.retention_book import RetentionBook
 
 SIZE = 4
 
@@ -44,7 +44,7 @@ class Device:
 class Case:
     def __init__(self, budget: int, tenant_budget: int | None = None, **options: float) -> None:
         self.clock, self.device = Clock(), Device()
-        self.book = RetentionBook(
+        self.book = Leases(
             budget,
             budget if tenant_budget is None else tenant_budget,
             release=lambda blocks: self.device.release(list(blocks)),

@@ -18,8 +18,8 @@ import foreword
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import NO_SALT
 from foreword.engine import loop
-from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore
+from foreword.engine.prompt_leases import EngineLeases
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.entrypoints.cache_requests import release
 from foreword.entrypoints.llm import LLM
@@ -139,13 +139,11 @@ def sabotage(make: Callable[[], EngineCore], *, every: bool = False, of: tuple[s
         again = run(core, asked("victim"))
         assert text(again["victim"]) == text(whole["victim"]), calls[nth]
         release(core, None, NO_SALT)
-        core.kept.settle()
+        core.leases.settle()
         core.cache.check()
         # A retention that is cut in half may leave the blocks of its 8 tokens pinned; nothing else is lost.
         lost = core.cache.pool.num_blocks - core.cache.pool.num_free
-        assert lost <= (2 * len(core.cache.groups) if "Retention" in calls[nth] or "Kept" in calls[nth] else 0), calls[
-            nth
-        ]
+        assert lost <= (2 * len(core.cache.groups) if "Lease" in calls[nth] else 0), calls[nth]
     return set(calls)
 
 
@@ -156,7 +154,7 @@ def test_each_call_behind_the_sampler(every: bool) -> None:
 
     def make() -> EngineCore:
         core = make_core(ScriptedRunner(lambda sequence: 60 + sequence.num_output))
-        core.kept = KeptPrefixes(core.cache, 32, 32)
+        core.leases = EngineLeases(core.cache, 32, 32)
         core._observers = (Seen(),)
         return core
 
@@ -176,7 +174,7 @@ def test_each_call_with_stores(engine: Callable[..., LLM]) -> None:
         return llm._core
 
     try:
-        places = sabotage(make, of=("BlockSaver", "OffloadManager", "CheckpointPlan", "StoredRetentions"))
+        places = sabotage(make, of=("BlockSaver", "OffloadManager", "CheckpointPlan", "LeaseFollower"))
     finally:
         for llm in made:
             llm.close()

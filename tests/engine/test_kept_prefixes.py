@@ -19,8 +19,8 @@ from foreword.entrypoints.llm import LLM
 from foreword.integrations.vllm_extras.retentions import CacheAction, ConnectorRetentions
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content
+from foreword.prefixes.pins import PrefixPins
 from foreword.prefixes.prefix_service import PrefixService
-from foreword.prefixes.stored import PrefixPins
 from foreword.prefixes.stored_names import StoredPrefixes
 from foreword.store.urls import open_store
 

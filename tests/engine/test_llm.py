@@ -238,7 +238,7 @@ def test_budget(engine: Make) -> None:
         llm.add_prefix("more", "x" * (4 * room // 2 + 4))
     assert llm._core.steps == steps
     llm.add_prefix("rest", "x" * (4 * (room - room // 2)))
-    assert llm._core.kept.book.named_blocks == room == llm._core.kept.book.budget
+    assert llm._core.leases.book.named_blocks == room == llm._core.leases.book.budget
     llm.remove_prefix("half")
     llm.add_prefix("again", "y" * (4 * room // 2))
     assert [prefix.name for prefix in llm.list_prefixes()] == ["again", "rest"]
@@ -290,7 +290,7 @@ def test_prefix_that_is_not_computed(engine: Make) -> None:
     assert not llm._core.has_work()
     assert llm.add_prefix("rules", "x" * 64).version == 1
     llm.remove_prefix("rules")
-    assert llm._core.kept.book.free == llm._core.kept.book.budget
+    assert llm._core.leases.book.free == llm._core.leases.book.budget
     llm.check()
 
 

@@ -184,7 +184,7 @@ def test_cancelled_prefix_leaves_no_reservation(llama: Path) -> None:
             for prefix in engine.prefixes.list():
                 await engine.prefixes.remove(prefix.name)
             assert engine._core.scheduler.running == []
-            assert engine._core.kept.book.free == engine._core.kept.book.budget
+            assert engine._core.leases.book.free == engine._core.leases.book.budget
             await idle(engine)
 
     with started(llama) as engine:

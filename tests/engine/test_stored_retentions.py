@@ -19,7 +19,7 @@ from tiny import greedy, prompt
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import NO_SALT
 from foreword.entrypoints.llm import LLM
-from foreword.prefixes import stored as prefix_records
+from foreword.prefixes import lease_follower
 from foreword.prefixes.erasure import forget_tenant
 from foreword.store import shared_records
 
@@ -159,30 +159,30 @@ def test_instances_share_retentions(
 ) -> None:
     """A retention of one instance is known to the other one, which renews it by using it; a release reaches it too."""
     hours = Hours()
-    monkeypatch.setattr(prefix_records, "time", hours)
+    monkeypatch.setattr(lease_follower, "time", hours)
     monkeypatch.setattr(shared_records, "time", hours)
     options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
     path, tokens = str(folder("llama")), prompt(81, 1)
     with LLM(path, store=patient(disk(tmp_path)), **options) as one:
-        one._core.kept.book._clock = hours.monotonic
+        one._core.leases.book._clock = hours.monotonic
         one.retain(tokens, 6000.0)
-        [begun] = [kept.expires for kept in one._core.kept.book.all()]
+        [begun] = [kept.expires for kept in one._core.leases.book.all()]
         assert one.flush()
         with unhurried(LLM(path, store=patient(disk(tmp_path)), **options)) as two:
-            two._core.kept.book._clock = hours.monotonic
+            two._core.leases.book._clock = hours.monotonic
             hours.passed += 4000.0
             [output] = two.generate(tokens, greedy(1))
             assert output.cached_tokens == 80
             assert two.flush()
             hours.passed += 4000.0
             wait_until(
-                lambda: [kept.expires > begun for kept in one._core.kept.book.all()] == [True],
+                lambda: [kept.expires > begun for kept in one._core.leases.book.all()] == [True],
                 "one learns of the renewal",
             )
             assert pinned(two) > 0, "renewed by its use there"
             stored = one._parts.retentions, two._parts.retentions
             assert stored[0] is not None and stored[1] is not None
-            assert [kept.tokens for kept in one._core.kept.book.all()] == [80], "and known here"
+            assert [kept.tokens for kept in one._core.leases.book.all()] == [80], "and known here"
             assert len(two.release()) == 1
             assert two.flush()
             stored[0]._records._written.clear()  # so long ago that listings have it

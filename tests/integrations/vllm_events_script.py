@@ -39,7 +39,7 @@ def mark(engine: Engine, tokens: list[int]) -> None:
     """Write the record of a public prefix, as a server's middleware does, and wait until the connector has read it."""
     from foreword.blocks.public_blocks import public_keys, public_root
     from foreword.blocks.salt import NO_SALT, PUBLIC
-    from foreword.prefixes.kept_records import PREFIXES, PrefixRecord
+    from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
     from foreword.store.shared_records import SharedRecords
 
     connector = scheduler_of(engine.llm).connector._scheduler

@@ -19,7 +19,7 @@ from shared_server import until, words
 
 from foreword.blocks.salt import tenant_digest
 from foreword.dashboard.metric_history import KEEP_SECONDS, SAMPLE_SECONDS, MetricsHistory
-from foreword.prefixes.kept_records import PREFIXES, PrefixRecord
+from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
 from foreword.store.shared_records import SharedRecords
 
 # With a browser.

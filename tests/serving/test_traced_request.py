@@ -23,7 +23,7 @@ SWITCHED_OFF = {
     "api/tools/parser.py",  # neither tools nor reasoning
     "api/tools/reader.py",
     "engine/hit_audit.py",  # audit_every is 0
-    "engine/kept.py",  # nothing is retained
+    "engine/prompt_leases.py",  # nothing is retained
     "router/disaggregated.py",  # no replica has a role
     "tokens/stops.py",  # no stop strings
 }

@@ -21,7 +21,7 @@ from foreword.blocks.salt import Salt, tenant_digest
 from foreword.conformance import FlakyStore, present, soon
 from foreword.errors import NotFound
 from foreword.prefixes.erasure import forget_model, forget_prefix, forget_tenant, sign
-from foreword.prefixes.kept_records import PREFIXES, PrefixRecord
+from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
 from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import Frame, Header, frame

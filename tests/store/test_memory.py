@@ -26,7 +26,7 @@ from foreword.conformance import (
 )
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
 from foreword.store.frame import HEADER_BYTES, Frame, Header
-from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.memory.memory_store import MemoryArena, MemoryStore
 from foreword.store.tiered import TieredStore
 
 
@@ -292,3 +292,27 @@ def test_many_blocks(count: int) -> None:
     assert store.status().evictions == 64 and store.status().blocks == count
     assert store.lookup(names_of([*last, *more]), deadline=soon()) == 2112
     assert store.lookup(names_of(small_frames(0, 64)), deadline=soon()) == 63
+
+
+def test_other_memory() -> None:
+    """A store that is moved has its budget and no block, which its listeners hear of, and writes into the new memory. It is not
+    moved while a block is pinned, lent or being written, nor to memory of another size, nor when it is closed."""
+    store, evicted = MemoryStore(SMALL_BYTES), list[bytes]()
+    store.on_evicted = evicted.append
+    made = make_frames(1, 3, SMALL_PAYLOAD)
+    assert store.put(made[:2], deadline=soon()) == 2
+    other = MemoryArena(SMALL_BYTES)
+    assert not store.move_to(MemoryArena(SMALL_BYTES - 1))
+    assert store.pin(names_of(made[:1]), deadline=soon()) == 1 and not store.move_to(other)
+    store.pin(names_of(made[:1]), pinned=False, deadline=soon())
+    with store.lend(names_of(made[:1]), deadline=soon()):
+        assert not store.move_to(other)
+    reserved = store.reserve([made[2].header], deadline=soon())
+    assert not store.move_to(other)
+    store.abandon(reserved)
+    assert store.move_to(other) and sorted(evicted) == sorted(names_of(made[:2]))
+    assert store.status().blocks == 0 and store.status().budget == SMALL_BYTES
+    assert store.put(made, deadline=soon()) == 3 and read(store, made) == whole(made)
+    assert bytes(made[0].payload) in bytes(other.view)
+    store.close()
+    assert not store.move_to(other)

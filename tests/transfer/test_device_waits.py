@@ -202,6 +202,9 @@ def direct_copies(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not lost_direct.usable and "is lost" in lost_direct.state
         lost.close(WITHIN)
         offload = starting.submit(start).result(WITHIN)
+        # From the staging arena, through three pieces of which a thread has two.
+        scattered = range(12), [number % BLOCKS for number in range(12)]
+        starting.submit(offload._staging.scatter, *scattered).result(WITHIN)
     direct: Any = offload._direct
     assert direct.usable and offload.save(ROOT, KEYS, ROOT, 0, range(BLOCKS)) == BLOCKS
     assert offload.flush(WITHIN) and direct.saved == BLOCKS

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct, ValidationError
 
-from foreword.blocks.retention_book import RetentionBook
+from foreword.blocks.leases import Leases
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.blocks.session_book import Alone, SessionBook
 from foreword.decoders import convert
@@ -53,7 +53,7 @@ class ConnectorSessions:
         pool: vLLM's block pool, None until vLLM has given it.
     """
 
-    def __init__(self, info: KVCacheInfo, kept: RetentionBook) -> None:
+    def __init__(self, info: KVCacheInfo, kept: Leases) -> None:
         self.pool: Any = None
         self._info, self._kept = info, kept
         self._book = SessionBook(most_of_all=_MOST_SESSIONS, most_blocks=_MOST_BLOCKS)

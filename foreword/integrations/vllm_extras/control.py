@@ -17,8 +17,8 @@ from foreword.integrations.vllm_extras.agent_sessions import ConnectorSessions
 from foreword.integrations.vllm_extras.interfaces import ControlExtra
 from foreword.integrations.vllm_extras.retentions import ConnectorRetentions, actions_of
 from foreword.offload.manager import OffloadManager
+from foreword.prefixes.pins import PrefixPins
 from foreword.prefixes.public_records import PublicRecords
-from foreword.prefixes.stored import PrefixPins
 from foreword.store.tiered import TieredStore
 
 

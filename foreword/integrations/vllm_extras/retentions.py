@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from foreword.blocks.leases import Leases
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
-from foreword.blocks.retention_book import RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.integrations.vllm.control_extra import PARAMS_KEY
 from foreword.offload.search import StoredGroup
-from foreword.prefixes.stored import PrefixPins, StoredRetentions
+from foreword.prefixes.lease_follower import LeaseFollower
+from foreword.prefixes.pins import PrefixPins
 from foreword.store.tiered import TieredStore
 
 MAX_ACTIONS: Final = 16
@@ -108,11 +109,11 @@ class ConnectorRetentions:
     ) -> None:
         size = store.status().budget
         budget = int(size * _PIN_SHARE) // max(key_bytes, 1) if size > 0 else _UNBOUNDED
-        self.book = RetentionBook(budget, budget)
+        self.book = Leases(budget, budget)
         self._step = step
         self._key_size = key_size
         self._whole = any(not group.group.whole for group in groups)
-        self._stored = StoredRetentions(self.book, store, ConnectorPins(store, model.hex(), groups), key_size)
+        self._stored = LeaseFollower(self.book, store, ConnectorPins(store, model.hex(), groups), key_size)
 
     def positions(self, actions: Sequence[CacheAction], num_prompt: int) -> list[int]:
         """Where the KV that actions keep ends."""

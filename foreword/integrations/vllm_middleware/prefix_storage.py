@@ -28,8 +28,8 @@ from foreword.integrations.vllm.namespace import (
 )
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.offload.search import StoredGroup
-from foreword.prefixes.kept_records import PrefixRecord
-from foreword.prefixes.stored import PrefixPins, own_keys
+from foreword.prefixes.lease_records import PrefixRecord
+from foreword.prefixes.pins import PrefixPins, own_keys
 from foreword.prefixes.stored_names import PrefixStorage
 from foreword.request_errors import NotReady
 from foreword.store.base import Name

@@ -346,6 +346,17 @@ class MemoryStore(LocalRecords):
         arena = self._arena
         return None if arena is None else arena.view
 
+    def move_to(self, arena: MemoryArena) -> bool:
+        """Keep blocks in other memory, of the same size, from now on; those that it has are gone. False, and nothing changes,
+        while a block is in use or pinned."""
+        with self._lock:
+            if self._arena is None or arena.size != self._size or self._slots.held:
+                return False
+            self._empty(self._slots.slot_bytes)
+            self._populator.stop()
+            self._arena = arena
+            return True
+
     @staticmethod
     def check_options(
         size: int, *, pin_share: float = 0.5, slot_bytes: int | None = None, tenant_quota: float | None = None
@@ -506,21 +517,24 @@ class MemoryStore(LocalRecords):
         # Blocks of several KV groups differ in length, and so do outputs of encoders. A block that is read, written or pinned
         # stays where it is. By a quarter at least: else frames that grow by a byte would empty the store each time.
         if longest > slots.slot_bytes and not slots.held:
-            gone = list(slots.chains.index)
-            length = max(longest, self._longest, slots.slot_bytes * 5 // 4)
-            self._slots = SlotTable(self._size, min(length, self._size), self._quota)
-            self._slots.names = slots.names
-            if slots.names is None:
-                self._start_names()
-            else:  # readers in other processes look into the same table
-                for name in gone:
-                    slots.names.discard(name)
-            self._evictions += len(gone)
-            self._emptied += bool(gone)
-            if self.on_evicted is not None:
-                for name in gone:
-                    self.on_evicted(name)
+            self._emptied += bool(slots.chains.index)
+            self._empty(min(max(longest, self._longest, slots.slot_bytes * 5 // 4), self._size))
         return self._slots
+
+    def _empty(self, slot_bytes: int) -> None:
+        """Evict all blocks, of which none is in use, for slots of so many bytes. Under the lock."""
+        gone, names = list(self._slots.chains.index), self._slots.names
+        self._slots = SlotTable(self._size, slot_bytes, self._quota)
+        self._slots.names = names
+        if names is None:
+            self._start_names()
+        else:  # readers in other processes look into the same table
+            for name in gone:
+                names.discard(name)
+        self._evictions += len(gone)
+        if self.on_evicted is not None:
+            for name in gone:
+                self.on_evicted(name)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         """As in the contract. Blocks that are being written do not appear, and do not count."""

@@ -4,7 +4,7 @@ ordinary blocks.
     retained/<model>/<tenant>/<last block key>      a retention, and until when it is kept
     prefixes/<model>/<tenant>/<name>                a named prefix with its content, which is kept until it is removed
 
-`<tenant>` is a digest of the tenant's salt, which is secret. `stored.py` pins the blocks.
+`<tenant>` is a digest of the tenant's salt, which is secret. `pins.py` pins the blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Chain = Sequence[bytes]
 
 
-class KeptRecord(msgspec.Struct, frozen=True):
+class LeaseRecord(msgspec.Struct, frozen=True):
     """Blocks kept by the records of all kept prefixes.
 
     Attributes:
@@ -47,11 +47,11 @@ class KeptRecord(msgspec.Struct, frozen=True):
         return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
 
 
-class RetainedRecord(KeptRecord, frozen=True, kw_only=True):
+class RetentionRecord(LeaseRecord, frozen=True, kw_only=True):
     """A retention in a store.
 
     Attributes:
-        ttl: as in `Retained`.
+        ttl: as in `Lease`.
         expires: seconds since the epoch, for people and earlier builds. Like `ttl` None if it is kept until it is released.
         clock, ends_at: as in `RecordKind.ends`.
     """
@@ -75,7 +75,7 @@ class RetainedRecord(KeptRecord, frozen=True, kw_only=True):
         return math.inf if self.ttl is None else self.ttl
 
 
-class PrefixRecord(KeptRecord, frozen=True, kw_only=True):
+class PrefixRecord(LeaseRecord, frozen=True, kw_only=True):
     """A named prefix in a store. Tokens are computed from the content.
 
     Attributes:
@@ -102,7 +102,7 @@ class PrefixRecord(KeptRecord, frozen=True, kw_only=True):
 PREFIXES: Final = RecordKind("prefixes", PrefixRecord, of_tenants=True, name=lambda record: record.name)
 RETENTIONS: Final = RecordKind(
     "retained",
-    RetainedRecord,
+    RetentionRecord,
     of_tenants=True,
     name=lambda record: record.keys[-KEY_BYTES:].hex(),
     lasts=lambda record: record.lasts,

@@ -25,7 +25,7 @@ _MAX_ENTRIES: Final = 16_384
 
 
 @dataclass(slots=True, eq=False)
-class Retained:
+class Lease:
     """A prefix that is kept.
 
     Attributes:
@@ -57,20 +57,20 @@ class Retained:
         return self.ttl is None, self.priority, self.used
 
 
-class RetentionListener(Protocol):
+class LeaseListener(Protocol):
     """Is called when a retention begins, is used, or ends; under the book's lock, on any thread."""
 
-    def kept(self, one: Retained) -> None: ...
-    def dropped(self, one: Retained) -> None: ...
+    def kept(self, one: Lease) -> None: ...
+    def dropped(self, one: Lease) -> None: ...
 
 
 @dataclass(slots=True)
 class _Tenant:
-    entries: dict[bytes, Retained] = field(default_factory=dict)
+    entries: dict[bytes, Lease] = field(default_factory=dict)
     blocks: Counter[int] = field(default_factory=Counter)
 
 
-class RetentionBook:
+class Leases:
     """The kept prefixes of one engine. All methods may be called from any thread.
 
     Args:
@@ -98,13 +98,13 @@ class RetentionBook:
         self.tenant_budget = tenant_budget
         self.retain_budget = budget if retain_budget is None else retain_budget
         self.longest = longest
-        self.listener: RetentionListener | None = None
+        self.listener: LeaseListener | None = None
         self._most = most
         self._release = release
         self._clock = clock
         self._lock = threading.RLock()
         self._tenants: dict[str, _Tenant] = {}
-        self.entries: dict[bytes, Retained] = {}
+        self.entries: dict[bytes, Lease] = {}
         self._named: list[Reservation] = []
         self._named_blocks: Counter[int] = Counter()
         self._uses = 0
@@ -113,7 +113,7 @@ class RetentionBook:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def __contains__(self, one: Retained) -> bool:
+    def __contains__(self, one: Lease) -> bool:
         return self.entries.get(one.key) is one
 
     @property
@@ -133,13 +133,13 @@ class RetentionBook:
         with self._lock:
             return self.budget - len(self._named_blocks) - sum(one.count for one in self._named)
 
-    def of(self, tenant: str) -> list[Retained]:
+    def of(self, tenant: str) -> list[Lease]:
         """A tenant's retentions, the one that yields last at the end."""
         with self._lock:
             known = self._tenants.get(tenant)
             return sorted(known.entries.values(), key=lambda one: one.rank) if known else []
 
-    def all(self) -> list[Retained]:
+    def all(self) -> list[Lease]:
         with self._lock:
             return list(self.entries.values())
 
@@ -284,13 +284,13 @@ class RetentionBook:
         blocks: Sequence[int],
         wish: Retention,
         tokens: int,
-    ) -> Retained:
+    ) -> Lease:
         known = owner.entries.get(keys[-1])
         expires = math.inf if wish.ttl is None else self._clock() + wish.ttl
         self._next_expiry = min(self._next_expiry, expires)
         self._tenants[tenant] = owner
         if known is None:
-            known = Retained(tenant, root, keys, tokens, wish.ttl, wish.priority, expires, self._uses, wish.stored)
+            known = Lease(tenant, root, keys, tokens, wish.ttl, wish.priority, expires, self._uses, wish.stored)
             owner.entries[known.key] = self.entries[known.key] = known
         else:
             self._let_go(owner.blocks, known)
@@ -304,7 +304,7 @@ class RetentionBook:
             self.listener.kept(known)
         return known
 
-    def _make_room(self, owner: _Tenant, new: Retained) -> None:
+    def _make_room(self, owner: _Tenant, new: Lease) -> None:
         """Drop what ranks lowest until all budgets hold."""
         limit = self._limit(owner)
         while len(owner.blocks) > limit:
@@ -315,7 +315,7 @@ class RetentionBook:
 
     # Use and end
 
-    def on_path(self, keys: Iterable[bytes]) -> list[Retained]:
+    def on_path(self, keys: Iterable[bytes]) -> list[Lease]:
         """The retentions that a prompt with these block keys passes, the shortest first. They count as used."""
         if not self.entries:
             return []
@@ -331,7 +331,7 @@ class RetentionBook:
                     self.listener.kept(one)
             return found
 
-    def adopt(self, one: Retained) -> bool:
+    def adopt(self, one: Lease) -> bool:
         """Enter a retention of another process, which has no blocks on this device yet. False if the tenant has too many."""
         with self._lock:
             known = self.entries.get(one.key)
@@ -355,7 +355,7 @@ class RetentionBook:
                 self._let_go(self._tenants[one.tenant].blocks, one)
             return bool(holding)
 
-    def release(self, tenant: str, keys: Iterable[bytes]) -> list[Retained]:
+    def release(self, tenant: str, keys: Iterable[bytes]) -> list[Lease]:
         """End a tenant's retentions along a chain of keys."""
         with self._lock:
             found = [one for key in keys if (one := self.entries.get(key)) is not None and one.tenant == tenant]
@@ -373,7 +373,7 @@ class RetentionBook:
                 self._drop(one)
             self._next_expiry = min((one.expires for one in self.entries.values()), default=math.inf)
 
-    def _drop(self, one: Retained) -> None:
+    def _drop(self, one: Lease) -> None:
         owner = self._tenants[one.tenant]
         self._let_go(owner.blocks, one)
         del owner.entries[one.key], self.entries[one.key]
@@ -381,7 +381,7 @@ class RetentionBook:
         if self.listener is not None and one.stored:
             self.listener.dropped(one)
 
-    def _let_go(self, held: Counter[int], one: Retained | Reservation) -> None:
+    def _let_go(self, held: Counter[int], one: Lease | Reservation) -> None:
         blocks, one.blocks = one.blocks, ()
         for block in blocks:
             held[block] -= 1
@@ -395,5 +395,5 @@ class RetentionBook:
             del self._tenants[tenant]
 
 
-def _rank(one: Retained) -> tuple[bool, int, int]:
+def _rank(one: Lease) -> tuple[bool, int, int]:
     return one.rank

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from foreword.blocks.leases import Leases
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
-from foreword.blocks.retention_book import RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.engine.request import Request
 from foreword.errors import PrefixBudgetExceeded
@@ -18,7 +18,7 @@ from foreword.errors import PrefixBudgetExceeded
 class NamedKV:
     """The KV of one version of a named prefix on the device. From any thread."""
 
-    def __init__(self, kept: KeptPrefixes, reservation: Reservation) -> None:
+    def __init__(self, kept: EngineLeases, reservation: Reservation) -> None:
         self.reservation = reservation
         self._kept = kept
 
@@ -33,7 +33,7 @@ class NamedKV:
 
 
 @dataclass(slots=True)
-class PromptRetentions:
+class PromptLeases:
     """The retentions of one prompt.
 
     Attributes:
@@ -49,11 +49,11 @@ class PromptRetentions:
     answers: list[RetentionAnswer] = field(default_factory=list)
 
 
-class KeptPrefixes:
+class EngineLeases:
     """Pins the blocks of kept prefixes in the pool.
 
     Args:
-        budget, tenant_budget, retain_budget, most, longest: see `RetentionBook`.
+        budget, tenant_budget, retain_budget, most, longest: see `Leases`.
         block_bytes: bytes of a device block.
 
     Attributes:
@@ -75,7 +75,7 @@ class KeptPrefixes:
         self._cache = cache
         self.block_bytes = block_bytes
         self.on_release: Callable[[], object] = lambda: None
-        self.book = RetentionBook(
+        self.book = Leases(
             budget, tenant_budget, retain_budget=retain_budget, most=most, longest=longest, release=self._release
         )
 
@@ -91,13 +91,13 @@ class KeptPrefixes:
             )
         return NamedKV(self, reservation)
 
-    def open(self, request: Request) -> PromptRetentions | None:
+    def open(self, request: Request) -> PromptLeases | None:
         """The retentions of a prompt that is queued; None for further sequences of it."""
         if request.index:
             return None
-        return PromptRetentions(deque(sorted(request.retain, key=lambda wish: wish.end)), request.named)
+        return PromptLeases(deque(sorted(request.retain, key=lambda wish: wish.end)), request.named)
 
-    def admitted(self, kept: PromptRetentions, table: BlockTable, num_prompt: int) -> None:
+    def admitted(self, kept: PromptLeases, table: BlockTable, num_prompt: int) -> None:
         """Renew the retentions that a prompt passes."""
         size = self._cache.block_size
         full = num_prompt // size
@@ -106,7 +106,7 @@ class KeptPrefixes:
             if not one.blocks and one.tokens // size not in wished:
                 kept.again.append(Retention(one.tokens, one.ttl, one.priority, one.stored))
 
-    def computed(self, kept: PromptRetentions, table: BlockTable, tokens: int) -> None:
+    def computed(self, kept: PromptLeases, table: BlockTable, tokens: int) -> None:
         """The KV of the first `tokens` tokens is computed: keep what ends there."""
         size = self._cache.block_size
         while kept.again and kept.again[0].end <= tokens:
@@ -118,7 +118,7 @@ class KeptPrefixes:
             self.book.fill(kept.named, self._cache.pin(table, full))
             kept.named = None
 
-    def ended(self, kept: PromptRetentions) -> tuple[RetentionAnswer, ...]:
+    def ended(self, kept: PromptLeases) -> tuple[RetentionAnswer, ...]:
         """The answers to all wishes of a request that has ended."""
         refused = RetentionAnswer("refused", 0, None, "the request ended before this part was computed")
         return (*kept.answers, *(refused for _ in kept.wishes))

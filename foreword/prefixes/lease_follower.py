@@ -1,0 +1,168 @@
+"""Retentions outlive the process: each has a record in the stores (`lease_records.py`), so that all instances share it, and its
+blocks are pinned (`pins.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from typing import Final
+
+from foreword.blocks.leases import Lease, Leases
+from foreword.errors import StoreError
+from foreword.prefixes.lease_records import RETENTIONS, RetentionRecord
+from foreword.prefixes.pins import PrefixPins
+from foreword.store.background_jobs import BackgroundJobs
+from foreword.store.machine import clock_id
+from foreword.store.shared_records import SharedRecords
+from foreword.store.tiered import TieredStore
+
+logger = logging.getLogger(__name__)
+
+_RETENTIONS_SECONDS: Final = 15.0
+# A record of a retention is renewed when this share of its ttl has passed since it was written.
+_RENEWAL: Final = 0.25
+
+
+class LeaseFollower:
+    """Writes, renews and removes the records of a book's retentions, and adopts those of other instances.
+
+    Each instance renews the records of what its requests use. When a retention's time is over, the instances that know it look
+    at the record; the one that finds it expired deletes it and unpins the blocks. It follows the book on one thread of its
+    own, which also ends what has expired.
+    """
+
+    def __init__(self, book: Leases, store: TieredStore, pins: PrefixPins, block_size: int) -> None:
+        self._book, self._pins, self._model, self._block_size = book, pins, pins.model[:32], block_size
+        self._records = SharedRecords(store, RETENTIONS)
+        self._written: dict[bytes, float] = {}  # until when the record says that it is kept, on the book's clock
+        self._lock = threading.Lock()
+        self._due: dict[bytes, Lease] = {}
+        pins.needed.append(lambda tenant: [one.keys for one in book.of(tenant) if one.stored])
+        book.listener = self
+        self._scanned = time.monotonic()
+        self._restore_pins()  # before the first request evicts anything
+        self._jobs = BackgroundJobs("retention", most=None, tick=self._tick, every=1.0)
+        self.scan()
+
+    # Called by the book, under its lock
+
+    def kept(self, one: Lease) -> None:
+        """A retention begins or is used: its record is written if it lags behind."""
+        written = self._written.get(one.key)
+        if written is None or _lags(one, written):
+            self._later(one)
+
+    def dropped(self, one: Lease) -> None:
+        """A retention ends here."""
+        self._later(one)
+
+    def _later(self, one: Lease) -> None:
+        with self._lock:
+            waiting = one.key in self._due
+            self._due[one.key] = one
+        if not waiting:
+            self._jobs.add(lambda: self._follow(one.key))
+
+    # The thread
+
+    def _follow(self, key: bytes) -> None:
+        with self._lock:
+            one = self._due.pop(key)
+        try:
+            if one in self._book:
+                self._write(one)
+            else:
+                self._remove(one)
+        except StoreError as error:
+            logger.warning("the record of a retained prefix: %s", error.message)
+
+    def _tick(self) -> None:
+        self._book.expire()
+        self._restore_pins()
+        if time.monotonic() - self._scanned >= _RETENTIONS_SECONDS:
+            self.scan()
+            self._scanned = time.monotonic()
+
+    def _restore_pins(self) -> None:
+        try:
+            self._pins.tick()
+        except StoreError as error:
+            logger.warning("pinning a retained prefix: %s", error.message)
+
+    def _write(self, one: Lease) -> None:
+        expires = None if one.ttl is None else time.time() + one.expires - time.monotonic()
+        record = RetentionRecord(
+            one.tokens,
+            self._block_size,
+            one.root.hex(),
+            b"".join(one.keys),
+            ttl=one.ttl,
+            expires=expires,
+            priority=one.priority,
+            clock="" if expires is None else clock_id(),
+            ends_at=0.0 if expires is None else one.expires,
+        )
+        self._records.put(self._key(one), record)
+        self._written[one.key] = one.expires
+        self._pins.pin(one.root, one.keys)
+
+    def _remove(self, one: Lease) -> None:
+        self._written.pop(one.key, None)
+        if one.expires > time.monotonic():
+            self._records.remove(self._key(one))
+        else:
+            renewed = self._records.expire(self._key(one))
+            if renewed is not None:
+                self._adopt(self._key(one), renewed)
+                return
+        self._pins.unpin(one.tenant, one.root, one.keys)
+
+    def scan(self) -> None:
+        """Adopt what other instances or earlier processes keep; end here what they have ended; remove what has expired."""
+        self._book.expire()
+        known = {self._key(one): one for one in self._book.all()}
+        try:
+            found = self._records.scan(RETENTIONS.key(self._model, ""), known=known)
+        except StoreError:
+            return
+        for key, record in found.values.items():
+            self._adopt(key, record)
+        for key, record in found.expired.items():
+            if record.block_size == self._block_size:
+                self._later(self._retained(key, record))
+        for key, one in known.items():
+            if key not in found.keys and one.key in self._written:
+                self._book.release(one.tenant, [one.key])
+
+    def _adopt(self, key: str, record: RetentionRecord) -> None:
+        """Keep what another instance keeps, if it has the same blocks."""
+        one = self._retained(key, record)
+        if record.block_size == self._block_size and self._book.adopt(one):
+            self._written[one.key] = one.expires
+
+    def _retained(self, key: str, record: RetentionRecord) -> Lease:
+        left = self._records.left(key, record)
+        ends = time.monotonic() + (left if math.isinf(left) else min(left, self._book.longest))
+        tenant, root = key.split("/")[2], bytes.fromhex(record.root)
+        return Lease(tenant, root, record.chain, record.num_tokens, record.ttl, record.priority, ends, 0, stored=True)
+
+    def _key(self, one: Lease) -> str:
+        return RETENTIONS.key(self._model, one.tenant, one.key.hex())
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all records are written. False if that takes longer."""
+        return self._jobs.flush(timeout)
+
+    def close(self, timeout: float) -> None:
+        """Write what is due, and end the thread."""
+        self._jobs.close(timeout)
+
+
+def _lags(one: Lease, written: float) -> bool:
+    """Whether the expiry in a retention's record is outdated."""
+    if one.ttl is None:
+        return written != math.inf
+    return one.expires - written > _RENEWAL * one.ttl

@@ -1,0 +1,127 @@
+"""Pins of kept prefixes in the stores: blocks that stay as long as a record says that they are kept (`lease_records.py`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from foreword.blocks.public import PUBLIC_ROOT, is_public
+from foreword.errors import StoreError
+from foreword.offload.search import StoredGroup
+from foreword.prefixes.lease_records import PREFIXES, RETENTIONS, Chain
+from foreword.store.base import Name
+from foreword.store.shared_records import SharedRecords, leave
+from foreword.store.tiered import TieredStore
+
+_PIN_SECONDS: Final = 5.0
+
+
+class PrefixPins:
+    """Pins what continuing behind a kept prefix needs, and unpins what no other one needs: those of this process, and those of
+    other processes, which have records in the stores. A prefix is given by its root key and its block keys. A tenant's prefix
+    leaves public blocks to the public prefix that they are of.
+
+    Args:
+        model: what names the KV, hexadecimal.
+        weights: fingerprint, hexadecimal, where builds of a server name their KV differently: named prefixes are those of all.
+
+    Attributes:
+        groups: KV groups of the stored blocks.
+        needed: functions that return this process's kept prefixes of a tenant, given its digest.
+    """
+
+    def __init__(self, store: TieredStore, model: str, groups: Sequence[StoredGroup], weights: str = "") -> None:
+        self.model, self.groups, self._weights = model, groups, weights
+        self.needed: list[Callable[[str], Iterable[Chain]]] = []
+        self._store = store
+        self._records: list[SharedRecords[Any]] = [SharedRecords(store, kind) for kind in (PREFIXES, RETENTIONS)]
+        self._epochs = [0] * len(store.tiers)
+
+    @property
+    def named(self) -> str:
+        """The model, in the record keys of named prefixes."""
+        return (self._weights or self.model)[:32]
+
+    def pin(self, root: bytes, keys: Chain) -> None:
+        """Pin a prefix whose record is written."""
+        self.pin_now(root, keys)
+
+    def pin_now(self, root: bytes, keys: Chain) -> bool:
+        """Pin the blocks that are stored already. Whether these are all."""
+        names = [name for group in self.groups for name in group.names(root, own_keys(root, group.behind(keys)))]
+        return self._set(names, pinned=True) == len(names)
+
+    def unpin(self, tenant: str, root: bytes, keys: Chain) -> None:
+        """Unpin the blocks of a prefix whose record is deleted."""
+        for number, alone in enumerate(self.alone(tenant, keys)):
+            self.unpin_keys(root, number, alone)
+
+    def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
+        """Unpin blocks of the KV group with this number."""
+        self._set(self.names(root, number, keys), pinned=False)
+
+    def names(self, root: bytes, number: int, keys: Chain) -> list[Name]:
+        """Names of blocks of the KV group with this number."""
+        return self.groups[number].names(root, keys)
+
+    def unneeded(self, tenant: str, root: bytes, keys: Chain) -> list[Name]:
+        """Names of those of these blocks, in all groups, that no kept prefix of the tenant needs."""
+        alone = enumerate(self.alone(tenant, keys, whole=True))
+        return [name for number, own in alone for name in self.names(root, number, own)]
+
+    def alone(self, tenant: str, keys: Chain, *, whole: bool = False) -> list[list[bytes]]:
+        """By KV group, the keys of the blocks that continuing behind a prefix needs, or of all with `whole`, and that no other
+        kept prefix needs."""
+        others = [chain for source in self.needed for chain in source(tenant)]
+        others += self._recorded(tenant, others)
+        found = []
+        for group in self.groups:
+            shared = {key for other in others for key in group.behind(other)}
+            wanted = keys if whole else group.behind(keys)
+            found.append([key for key in own_keys(bytes.fromhex(tenant), wanted) if key not in shared])
+        return found
+
+    def _recorded(self, tenant: str, known: Iterable[Chain]) -> Iterator[Chain]:
+        """Kept blocks by the records in the stores that can be read."""
+        read = {RETENTIONS.key(self.model[:32], tenant, chain[-1].hex()) for chain in known if chain}
+        for records, model in zip(self._records, (self.named, self.model[:32]), strict=True):
+            prefix = records.kind.key(model, tenant, "")
+            yield from (one.chain for one in records.scan(prefix, known=read, failed=leave).values.values())
+
+    def _set(self, names: Sequence[Name], *, pinned: bool) -> int:
+        return self._store.pin(names, pinned=pinned, deadline=time.monotonic() + _PIN_SECONDS) if names else 0
+
+    def tick(self) -> None:
+        """Is called about once a second."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Pin again what the records say is kept, for all tenants, if a store may have lost its pins since this was done
+        last."""
+        epochs = [tier.store.pin_epoch for tier in self._store.tiers]
+        if epochs == self._epochs:
+            return
+        failures = list[StoreError]()
+        for records, model in zip(self._records, (self.named, self.model[:32]), strict=True):
+            prefix = records.kind.key(model, "")
+            found = records.scan(prefix, failed=lambda _, error: failures.append(error)).values
+            for one in found.values():
+                self._pin_stored(bytes.fromhex(one.root), one.chain)
+            # A record that was deleted meanwhile may have been unpinned before it was pinned here.
+            here = records.scan(prefix, known=found, failed=leave).keys
+            for key, one in found.items() if not failures else ():
+                if key not in here:
+                    self.unpin(key.split("/")[2], bytes.fromhex(one.root), one.chain)
+        if not failures:
+            self._epochs = epochs
+
+    def _pin_stored(self, root: bytes, keys: Chain) -> None:
+        """Pin those blocks of a prefix that are stored already."""
+        for number, group in enumerate(self.groups):
+            self._set(self.names(root, number, own_keys(root, group.behind(keys))), pinned=True)
+
+
+def own_keys(root: bytes, keys: Chain) -> list[bytes]:
+    """The blocks of a prefix that are its tenant's, given the first bytes of its root."""
+    return [key for key in keys if is_public(key) == root.startswith(PUBLIC_ROOT)]
