@@ -375,8 +375,8 @@ options of `LLM`. `LLM` and `AsyncEngine` need the extra `engine` (`pip install 
 checkout); `Cache` and `PrefixCache` need no torch. Seconds are `float`, sizes are text such as
 `4GiB` unless a name ends with `bytes`, tokens are token ids.
 """
-# Errors of all products, of requests, and of transfers.
-ERROR_FILES = ("errors.py", "request_errors.py", "transfer/errors.py")
+# Errors of all products, of named prefixes, of requests, and of transfers.
+ERROR_FILES = ("errors.py", "prefixes/errors.py", "request_errors.py", "transfer/errors.py")
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Examples|Returns):$", re.MULTILINE)
 
 

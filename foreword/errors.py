@@ -60,17 +60,6 @@ class NotFound(ForewordError, status=404, code="not_found", fault="client"):
     """The named object does not exist."""
 
 
-class UnknownPrefix(NotFound, code="prefix_not_found"):
-    """The request names a prefix that is not registered."""
-
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(f"No prefix named {name!r} is registered{did_you_mean(name, known)}", param="prefix")
-
-
-class PrefixBudgetExceeded(ForewordError, status=409, code="prefix_budget_exceeded", fault="client"):
-    """A named prefix does not fit into the memory that named prefixes may pin."""
-
-
 class ConfigError(ForewordError, code="configuration_error", fault="operator"):
     """A configuration key is unknown, or its value is of the wrong type or out of range."""
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
+from foreword.errors import BadRequest
 from foreword.prefixes.book import NamedPrefix, PrefixBook
+from foreword.prefixes.errors import PrefixBudgetExceeded, UnknownPrefix
 
 
 class Kept:

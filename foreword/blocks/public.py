@@ -36,8 +36,3 @@ def as_public(digest: bytes) -> bytes:
 def named_root(root: bytes, key: bytes) -> bytes:
     """The root in the name of a block, 16 bytes, given the root key of its chain."""
     return PUBLIC_ROOT if is_public(key) else root[:DIGEST_BYTES]
-
-
-def roots_behind(root: bytes) -> bytes:
-    """The first bytes of the roots of all blocks that may continue one with this root: any root for a public block."""
-    return b"" if root.startswith(PUBLIC_ROOT) else root

@@ -7,10 +7,15 @@ from dataclasses import replace
 from typing import Final
 
 from foreword.blocks.keys import Scope, TokenChain, chain_keys
-from foreword.blocks.public import as_public
+from foreword.blocks.public import PUBLIC_ROOT, as_public
 from foreword.blocks.salt import PUBLIC
 
 _MOST_LEARNED: Final = 1 << 16
+
+
+def roots_behind(root: bytes) -> bytes:
+    """The first bytes of the roots of all blocks that may continue one with this root: any root for a public block."""
+    return b"" if root.startswith(PUBLIC_ROOT) else root
 
 
 def public_keys(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from foreword.blocks.salt import PUBLIC
-from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
+from foreword.errors import BadRequest
+from foreword.prefixes.errors import PrefixBudgetExceeded, UnknownPrefix
 
 TENANT_PREFIXES, TENANT_BYTES, MOST_BYTES = 1000, 64 << 20, 256 << 20  # names and bytes of a tenant, bytes of all
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -19,9 +19,10 @@ from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from foreword.blocks.salt import PUBLIC
-from foreword.errors import ForewordError, NotFound, StoreError, UnknownPrefix
+from foreword.errors import ForewordError, NotFound, StoreError
 from foreword.newest import Newest
 from foreword.prefixes.book import Content, KeptKV, Message, NamedPrefix, PrefixBook, content_of
+from foreword.prefixes.errors import UnknownPrefix
 from foreword.prefixes.lease_records import PrefixRecord
 from foreword.prefixes.stored_names import PrefixStorage
 from foreword.tasks import shared

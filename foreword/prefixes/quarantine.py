@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from foreword.blocks.layout import ROOT_BYTES
-from foreword.blocks.public import roots_behind
+from foreword.blocks.public_blocks import roots_behind
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
 from foreword.prefixes.mismatch import DEVICE, Mismatch

@@ -24,7 +24,7 @@ from foreword.api.request import GenerateRequest
 from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
-from foreword.errors import UnknownPrefix
+from foreword.prefixes.errors import UnknownPrefix
 from foreword.request_errors import (
     PromptTooLong,
     ReplicaError,

@@ -35,8 +35,8 @@ from foreword.errors import ConfigError, StoreError, StoreTimeout, StoreUnavaila
 from foreword.store.background import background_thread
 from foreword.store.base import Store, time_left
 from foreword.store.frame import ENCRYPTED
+from foreword.store.key_interfaces import TenantKeys
 from foreword.store.master_keys import MasterKeys
-from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier
 from foreword.store.types import StoreUrl
 from foreword.store.urls import parse

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.config import is_loopback
 from foreword.errors import ConfigError
+from foreword.host_addresses import is_loopback
 from foreword.transfer.errors import PeerGone, TransferTimeout, TransferUnavailable
 from foreword.transfer.wire_format import Buffer
 

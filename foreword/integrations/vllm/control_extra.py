@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from foreword.blocks.keys import Scope, TokenChain
-from foreword.blocks.retention import RetentionAnswer
 from foreword.plugins import of_product
 from foreword.store.tiered import TieredStore
 
@@ -21,8 +19,8 @@ if TYPE_CHECKING:
     from foreword.blocks.salt import Salt
     from foreword.integrations.vllm.connector_config import KVCacheInfo
     from foreword.integrations.vllm.request_state import BlockIds, RequestState
-    from foreword.integrations.vllm.step_messages import RetiredBlocks
     from foreword.integrations.vllm_extras.interfaces import ControlExtra
+    from foreword.integrations.vllm_extras.step_parts import RetiredBlocks
     from foreword.offload.manager import OffloadManager
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class EngineControl:
         """A request with this salt has ended well. Returns the answers to what it asks, for its `kv_transfer_params`."""
         params, found = state.request.kv_transfer_params or {}, dict[str, Any]()
         if params.get(PARAMS_KEY):
-            found[PARAMS_KEY] = [asdict(RetentionAnswer("refused", 0, None, _MISSING))]
+            found[PARAMS_KEY] = [{"status": "refused", "tokens": 0, "ttl": None, "reason": _MISSING}]
         if params.get(SESSION_KEY):
             found[SESSION_KEY] = {"error": _MISSING, "status": 501, "param": None}
         return found

@@ -13,7 +13,6 @@ from foreword.integrations.vllm.transfer_extra import opened_by, transfer_extra
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
 from foreword.store.base import Store
-from foreword.store.store_keys import StoreKeys
 from foreword.store.tier_counters import Rate
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
@@ -21,6 +20,7 @@ from foreword.store.urls import open_store
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm_extras.interfaces import WorkersMemory
+    from foreword.store.key_interfaces import StoreKeys
 
 
 class StoreLookup:

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.layout import Layout
 from foreword.integrations.vllm.extra_parts import part
-from foreword.integrations.vllm.step_messages import (
-    ForewordConnectorMetadata,
-    KVProducer,
-)
+from foreword.integrations.vllm.step_messages import ForewordConnectorMetadata
 from foreword.store.base import Store
 from foreword.store.types import Opener, StoreUrl
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm.request_state import BlockIds, RequestState
     from foreword.integrations.vllm_extras.interfaces import TransferExtra
+    from foreword.integrations.vllm_extras.step_parts import KVProducer
 
 logger = logging.getLogger(__name__)
 

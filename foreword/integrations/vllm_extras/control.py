@@ -12,10 +12,10 @@ from foreword.blocks.salt import Salt
 from foreword.integrations.vllm.connector_config import KVCacheInfo
 from foreword.integrations.vllm.control_extra import PARAMS_KEY, SESSION_KEY, EngineControl
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
-from foreword.integrations.vllm.step_messages import RetiredBlocks
 from foreword.integrations.vllm_extras.agent_sessions import ConnectorSessions
 from foreword.integrations.vllm_extras.interfaces import ControlExtra
 from foreword.integrations.vllm_extras.retentions import ConnectorRetentions, actions_of
+from foreword.integrations.vllm_extras.step_parts import RetiredBlocks
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.pins import PrefixPins
 from foreword.prefixes.public_records import PublicRecords

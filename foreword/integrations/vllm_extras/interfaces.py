@@ -18,14 +18,9 @@ if TYPE_CHECKING:
     from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
     from foreword.integrations.vllm.control_extra import EngineControl
     from foreword.integrations.vllm.groups import ConnectorGroup
-    from foreword.integrations.vllm.step_messages import (
-        BlockLease,
-        KVProducer,
-        LeaseRevocation,
-        RetiredBlocks,
-        TierChange,
-    )
+    from foreword.integrations.vllm.step_messages import LeaseRevocation, TierChange
     from foreword.integrations.vllm.transfer_extra import Handoffs
+    from foreword.integrations.vllm_extras.step_parts import BlockLease, KVProducer, RetiredBlocks
     from foreword.offload.frame_copies import PlaneGroup
     from foreword.offload.manager import OffloadManager
     from foreword.store.tiered import TieredStore

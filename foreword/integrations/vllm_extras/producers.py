@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from foreword.errors import ConfigError
-from foreword.integrations.vllm.step_messages import KVProducer
+from foreword.integrations.vllm_extras.step_parts import KVProducer
 from foreword.newest import Newest
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name

@@ -17,7 +17,7 @@ from foreword.blocks.layout import ITEM_BYTES
 from foreword.blocks.public_blocks import PublicBlocks
 from foreword.blocks.resume import alignment, longest_resumable
 from foreword.blocks.salt import PUBLIC, Salt
-from foreword.errors import ConfigError, ModelUnsupported, PrefixBudgetExceeded, StoreError
+from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import (
     base_digest,
@@ -28,6 +28,7 @@ from foreword.integrations.vllm.namespace import (
 )
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.offload.search import StoredGroup
+from foreword.prefixes.errors import PrefixBudgetExceeded
 from foreword.prefixes.lease_records import PrefixRecord
 from foreword.prefixes.pins import PrefixPins, own_keys
 from foreword.prefixes.stored_names import PrefixStorage
