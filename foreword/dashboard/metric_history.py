@@ -1,4 +1,4 @@
-"""The last half hour of the metrics, in a ring buffer, so that the page has data to draw when it is opened."""
+"""The last hour of the metrics, in a ring buffer, so that the page has data to draw when it is opened."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from prometheus_client.metrics_core import Metric
 
 from foreword.tasks import log_failure
 
-SAMPLE_SECONDS = 5.0
-KEEP_SECONDS = 1800.0
+SAMPLE_SECONDS = 10.0
+KEEP_SECONDS = 3600.0
 # Labels may be unbounded. A server with four tiers has about 120 series.
 MAX_SERIES = 1024
 
