@@ -146,7 +146,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefixConfig:
-    """Kept prefixes: named ones, and those that requests keep (cache control).
+    """Leases: named prefixes, and those that requests keep (cache control).
 
     Attributes:
         budget: KV memory that may be kept: a size (`1GiB`) or a share of the pool (`25%`).

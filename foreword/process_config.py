@@ -195,6 +195,7 @@ class RouterConfig:
         max_waiting: maximum number of requests per replica that wait for their first token; further requests queue in the
             router. Of prompts that wait for a prefix that is being computed, 16 count as one.
         max_in_flight: maximum number of requests per replica; further requests queue in the router.
+        workers: number of processes that serve the port.
         max_queue: maximum number of requests that queue in the router; further requests are answered with status 429.
         tenant_weights: weights in the queue as `TENANT=WEIGHT`; other tenants have weight 1.
         tenant_priorities: the most urgent `priority` that a tenant may ask for, as `TENANT=NUMBER`; lower numbers are more
@@ -245,6 +246,7 @@ class RouterConfig:
     tokenizer: str | None = None
     max_waiting: int = at_least(1, 32)
     max_in_flight: int = at_least(1, 512)
+    workers: int = at_least(1, 1)
     max_queue: int = at_least(1, 1024)
     tenant_weights: tuple[str, ...] = ()
     tenant_priorities: tuple[str, ...] = ()
