@@ -111,7 +111,7 @@ class FoundRecords(Generic[Shared]):
 
     Attributes:
         values: sound records whose time is not over, without those that were not to be read.
-        expired: those whose time is over, by what this process can know; `SharedRecords.expire` deletes them.
+        expired: those whose time is over, by what this process can know; `remove_expired` deletes them.
         keys: of all that the stores have, or may have.
     """
 
@@ -154,14 +154,6 @@ class SharedRecords(Generic[Shared]):
         """Raises StoreError: a record that stays in a store would come back."""
         self._written.pop(key, None)
         return self._store.delete_record(key, deadline=time.monotonic() + _WRITE_SECONDS)
-
-    def expire(self, key: str) -> Shared | None:
-        """Delete a record if its time is over; returned if another instance has renewed it. Raises StoreError."""
-        found = self.get(key)
-        if found is not None and self.left(key, found) <= 0:
-            self.remove(key)
-            return None
-        return found
 
     def left(self, key: str, value: Shared) -> float:
         """Seconds for which a record still counts, by what this process can know; negative or 0 if its time is over."""
