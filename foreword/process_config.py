@@ -95,6 +95,7 @@ class ServerConfig:
             a quarter of it. A response is kept for a day after its last use.
     """
 
+    GONE = (("response_ttl", "a day"),)
     host: str = "127.0.0.1"
     port: int = between(0, 65535, 8000)
     allowed_hosts: tuple[str, ...] = ()
@@ -233,6 +234,7 @@ class RouterConfig:
         audit_reports: folder for a report of each hit that differs, and for the salts that the router has changed then.
     """
 
+    GONE = (("session_ttl", "an hour"), ("picker_timeout", "10 s"), ("picker_streams", "8,192"))
     replicas: tuple[str, ...] = ()
     prefill: tuple[str, ...] = ()
     replica_file: str | None = None

@@ -1,5 +1,5 @@
-"""Keeps prefixes of prompts while they are computed: those of cache control, and named ones. On the engine's thread, except for
-what says otherwise."""
+"""Leases of a device: takes references to the blocks of prompts while these are computed, for cache control and for named
+prefixes. On the engine's thread, except for what says otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PromptLeases:
 
     Attributes:
         wishes: those that the request asked for and whose KV is not computed yet, in order of their ends.
-        named: room for the whole prompt, if it is a named prefix and not computed yet.
+        named: the lease of the whole prompt, if it is a named prefix and not computed yet.
         again: those known before, whose blocks are not kept on the device.
         answers: to the request's wishes so far.
     """

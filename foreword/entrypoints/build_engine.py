@@ -320,7 +320,7 @@ def _take_kv_memory(
 ) -> TorchRunner:
     num_blocks = kv_blocks(config, loaded, staging)
     progress(f"allocating {num_blocks} blocks of {config.block_size} tokens")
-    runner = loaded.runner(num_blocks, config.block_size, share_prefixes=config.shared_prefix_attention)
+    runner = loaded.runner(num_blocks, config.block_size)
     if loaded.triton and loaded.device.type == "cuda":  # pragma: no cover - needs a GPU
         progress("recording CUDA graphs")
         runner.record_graphs(config.max_num_seqs)

@@ -234,6 +234,24 @@ def test_pins_outlive_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (place.kept(), place.memory.records("retained/", deadline=time.monotonic() + 60)) == (0, [])
 
 
+def test_blocks_that_are_written_later_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connector's blocks are written after a request asked to keep them: they are pinned once they are there, unless their
+    lease has ended before."""
+    with opened(Pinned, Hours(), monkeypatch) as place:
+        assert isinstance(place, Pinned)
+        late = [place.frames[b"x", chain][:3] for chain in (1, 2)]
+        place.memory.delete(names_of(late[0] + late[1]), deadline=time.monotonic() + 60)
+        for chain in (1, 2):
+            place.take(b"x", chain, 3, 600.0, 0)
+        assert place.kept() == 0
+        place.end(b"x", 2)
+        assert place.kept() == 0
+        put_all(place.memory, late[0] + late[1])
+        place.leases._stored._jobs.add(place.leases._stored._tick)
+        assert place.kept() == 3
+        assert place.memory.status().blocks == len(place.frames) * LENGTH
+
+
 def test_tenants_lease_the_same_public_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Public blocks have one chain of keys for all tenants. Each tenant has a lease of its own: the end of one neither ends
     nor loses another's, and no block is left behind."""
