@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -57,9 +55,9 @@ class MetricsHistory:
         self._families = families
         self._clock = clock
         self._columns: dict[tuple[str, Labels], int] = {}
-        self._samples: deque[tuple[float, array[float]]] = deque(maxlen=int(KEEP_SECONDS / SAMPLE_SECONDS))
+        # Only `take` changes it, one call at a time. It is replaced as a whole, so a reader sees samples that belong together.
+        self._samples: tuple[tuple[float, array[float]], ...] = ()
         self._on_loop = on_loop
-        self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def take(self) -> None:
@@ -74,8 +72,7 @@ class MetricsHistory:
                 column = self._columns[name, labels] = len(self._columns)
                 row.append(math.nan)
             row[column] = value if math.isnan(row[column]) else row[column] + value
-        with self._lock:
-            self._samples.append((self._clock(), row))
+        self._samples = (*self._samples[1 - int(KEEP_SECONDS / SAMPLE_SECONDS) :], (self._clock(), row))
 
     def keep_sampling(self) -> None:
         """Take a sample every few seconds while the running event loop runs. Repeated calls have no effect."""
@@ -101,8 +98,7 @@ class MetricsHistory:
     def plain(self) -> dict[str, Any]:
         """As JSON: `series` are `[name, labels]`. `values` has a row per time with a number (or null) per series; a row may be
         shorter than `series`."""
-        with self._lock:
-            samples = list(self._samples)
+        samples = self._samples
         return {
             "every": SAMPLE_SECONDS,
             "series": [[name, dict(labels)] for name, labels in list(self._columns)],

@@ -133,10 +133,9 @@ class OffloadManager:
         self._memory_loaders = ThreadPoolExecutor(_MEMORY_LOADERS, "foreword-load-memory", use_background_cores)
         self._control = ThreadPoolExecutor(1, "foreword-control", use_background_cores)
         self._tasks: list[Future[Any]] = []
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of what loading threads count and change; nothing else is done under it
         self.changes = 0
         self._dropped = 0
-        self._counting = threading.Lock()  # several loading threads change the counts
         self._counts = dict.fromkeys(("loaded", "cut", "stopped", "refused"), 0)
         self._closed = False
 
@@ -603,7 +602,7 @@ class OffloadManager:
         return self._writer.flush(max(deadline - time.monotonic(), 0.0)) and published
 
     def _count(self, **more: int) -> None:
-        with self._counting:
+        with self._changed:
             for name, amount in more.items():
                 self._counts[name] += amount
 

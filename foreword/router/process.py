@@ -38,7 +38,6 @@ _GC_THRESHOLDS = (5_000, 10, 100)
 # How long a tokenizing thread may keep the interpreter from the event loop.
 _SWITCH_SECONDS = 0.0005
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_PICKER = "--picker"
 # A stream needs two connections: to the client and to the replica.
 _MIN_OPEN_FILES = 4096
 
@@ -122,7 +121,7 @@ def _picking(router: Router, limits: ServerConfig) -> contextlib.AbstractAsyncCo
     """Answers gateways, where the router has an address for them. Raises ConfigError."""
     if router.config.picker is None:
         return contextlib.nullcontext()
-    return extras_for(_PICKER).picking(router, limits)
+    return extras_for("--picker").picking(router, limits)
 
 
 async def _drain(router: Router, seconds: float) -> None:
