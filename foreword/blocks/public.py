@@ -1,11 +1,11 @@
 """Keys of public blocks: blocks of a text that an administrator has marked, which all tenants share (`public_blocks.py`).
 
-Their keys say so to every process that sees one, with the 8 bytes `_MARK` in the middle of a digest
+Their keys say so to every process that sees one, with the 8 bytes `MARK` in the middle of a digest
 (dev/formats.md):
 
     key_0      the root of the salt PUBLIC
     digest     SHA-256(key_i || tokens of block i || extras of block i)
-    key_{i+1}  digest[:16] || _MARK || digest[24:]
+    key_{i+1}  digest[:16] || MARK || digest[24:]
 
 A chain begins with as many public blocks as are marked. What follows is its tenant's: the parent of the first block behind
 them is SHA-256(last public key || the tenant's root). So a marked range ends in keys that only the tenant can compute, and the
@@ -18,19 +18,14 @@ from typing import Final
 
 from foreword.blocks.salt import DIGEST_BYTES, PUBLIC
 
-_MARK: Final = b"\x00public\x00"
-_MARKED: Final = slice(16, 24)
+MARK: Final = b"\x00public\x00"
+MARKED: Final = slice(16, 24)
 PUBLIC_ROOT: Final = PUBLIC.digest  # in the names of public blocks
 
 
 def is_public(key: bytes) -> bool:
     """Whether a key is that of a public block."""
-    return key[_MARKED] == _MARK
-
-
-def as_public(digest: bytes) -> bytes:
-    """The key of a public block, given the digest of its contents."""
-    return digest[: _MARKED.start] + _MARK + digest[_MARKED.stop :]
+    return key[MARKED] == MARK
 
 
 def named_root(root: bytes, key: bytes) -> bytes:

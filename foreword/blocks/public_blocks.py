@@ -7,10 +7,15 @@ from dataclasses import replace
 from typing import Final
 
 from foreword.blocks.keys import Scope, TokenChain, chain_keys
-from foreword.blocks.public import PUBLIC_ROOT, as_public
+from foreword.blocks.public import MARK, MARKED, PUBLIC_ROOT
 from foreword.blocks.salt import PUBLIC
 
 _MOST_LEARNED: Final = 1 << 16
+
+
+def as_public(digest: bytes) -> bytes:
+    """The key of a public block, given the digest of its contents."""
+    return digest[: MARKED.start] + MARK + digest[MARKED.stop :]
 
 
 def roots_behind(root: bytes) -> bytes:

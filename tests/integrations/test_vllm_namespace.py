@@ -36,7 +36,7 @@ from foreword.integrations.vllm.namespace import (
     resolved_config,
     tolerance,
 )
-from foreword.integrations.vllm_middleware.prefix_storage import recorded
+from foreword.integrations.vllm_middleware.recorded_namespace import recorded
 from foreword.referee.models import KINDS, fresh_prompts
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store

@@ -19,16 +19,9 @@ from foreword.blocks.resume import alignment, longest_resumable
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
-from foreword.integrations.vllm.namespace import (
-    NAMESPACES,
-    base_digest,
-    engine_of,
-    folder_of,
-    records_at,
-    settings_digest,
-    unmeasured,
-)
+from foreword.integrations.vllm.namespace import base_digest, engine_of, settings_digest, unmeasured
 from foreword.integrations.vllm.request_identity import RequestIdentity
+from foreword.integrations.vllm_middleware.recorded_namespace import recorded
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.errors import PrefixBudgetExceeded
 from foreword.prefixes.lease_records import PrefixRecord
@@ -39,7 +32,6 @@ from foreword.store.base import Name
 from foreword.store.layout_records import LayoutRecord, layouts
 from foreword.store.shared_records import FoundRecords
 from foreword.store.tier import StoreTier
-from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
 
 logger = logging.getLogger(__name__)
@@ -260,12 +252,3 @@ def _block_bytes(record: LayoutRecord) -> int:
         return opaque or int(record.group.block_size * ITEM_BYTES[layout["dtype"]] * numbers)
     except (KeyError, TypeError, ValueError):
         raise ModelUnsupported(f"the store's record of a layout of {record.model} is of another version") from None
-
-
-def recorded(store: TieredStore, base: bytes, settings: str, engine: str = "") -> bytes | None:
-    """The namespace of the server with these settings, as its engine has recorded it; None if there is no record. `engine`: as
-    in `engine_of`."""
-    records, _ = records_at(store, NAMESPACES.key(folder_of(base), "") + f"{settings[:32]}-", "")
-    own = [one for one in records if one.measured or one.resolved.get("engine") in ("", engine)]
-    latest = max(own, key=lambda one: one.started, default=None)
-    return bytes.fromhex(latest.namespace) if latest is not None else None
