@@ -14,6 +14,7 @@ import msgspec
 
 from foreword.api.request import GenerateRequest
 from foreword.decoders import decode_json
+from foreword.router.replica_body import ROUTER_FIELDS
 
 # Smaller fields are compared without white space and the order of their keys, larger ones as they are written.
 _MOST_REWRITTEN: Final = 64 << 10
@@ -40,9 +41,7 @@ _SEEN: Final = frozenset(_PROMPT) | frozenset(
     for name in names.split()
 )
 # Fields of other requests, such as embeddings, that say nothing to the model.
-_UNSEEN: Final = frozenset(
-    ("user", "seed", "stream", "stream_options", "metadata", "priority", "cache_salt", "salt", "request_id", "store")
-)
+_UNSEEN: Final = ROUTER_FIELDS | {"user", "seed", "stream", "stream_options", "metadata", "store"}
 _GENERATING: Final = frozenset(("chat", "completions", "responses", "messages"))
 
 

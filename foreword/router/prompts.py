@@ -31,7 +31,8 @@ from foreword.api.work_queue import WorkQueue
 from foreword.blocks.bounded import Bounded
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json
-from foreword.errors import BadRequest, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import ReplicaFailed
 from foreword.router.extras import Order, extras_for
 from foreword.router.prompt_chain import prompt_chain, prompt_parts
 from foreword.router.replica_body import TRANSLATED

@@ -23,14 +23,14 @@ from foreword.api.request import GenerateRequest
 from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
-from foreword.errors import (
+from foreword.prefixes.errors import UnknownPrefix
+from foreword.request_errors import (
     PromptTooLong,
     ReplicaError,
     ReplicaFailed,
     RequestEnded,
     RequestLost,
     ShuttingDown,
-    UnknownPrefix,
 )
 from foreword.router.asked import asked_of
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after

@@ -16,8 +16,9 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 
 from foreword.decoders import decode_object
-from foreword.errors import ConfigError, ReplicaFailed, RequestLost, connection_reason, did_you_mean
+from foreword.errors import ConfigError, did_you_mean
 from foreword.process_config import RouterConfig
+from foreword.request_errors import ReplicaFailed, RequestLost, connection_reason
 from foreword.router import logprobs_probe
 from foreword.router.logprobs_probe import LogprobReadings
 from foreword.router.recent_answers import RecentAnswers

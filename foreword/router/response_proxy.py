@@ -26,7 +26,8 @@ from foreword.api.dialects.registry import DIALECTS
 from foreword.api.event_stream import HEADERS, EventStream, comments_of
 from foreword.api.front import Answer
 from foreword.api.outcomes import ClientGone
-from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaFailed, RequestEnded
+from foreword.errors import ForewordError
+from foreword.request_errors import DeadlineExceeded, NoReplica, ReplicaFailed, RequestEnded
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response
 from foreword.router.auth import response_headers
 from foreword.router.choice_stream import NotReproduced

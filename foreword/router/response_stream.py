@@ -17,7 +17,8 @@ from foreword.api.dialects.answer_reader import AnswerChoice, AnswerChunk, Answe
 from foreword.api.dialects.decode import is_set
 from foreword.api.request import GenerateRequest
 from foreword.api.sse import DONE, ServerSentEvent
-from foreword.errors import BadRequest, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import ReplicaFailed
 from foreword.router.choice_stream import ChoiceStream
 from foreword.router.continuation import ContinuedResponse, StreamPosition
 from foreword.router.replica_body import TRANSLATED, asks_ids, choices_of

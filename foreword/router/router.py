@@ -22,7 +22,8 @@ from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
 from foreword.api.routes import Routes
 from foreword.api.work_queue import WorkQueue
-from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
+from foreword.errors import ConfigError, NotFound, did_you_mean
+from foreword.request_errors import NoReplica, ReplicaFailed, UnknownModel
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription

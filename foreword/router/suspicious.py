@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
-from foreword.errors import NoReplica, ReplicaFailed
 from foreword.newest import Newest
+from foreword.request_errors import NoReplica, ReplicaFailed
 from foreword.router.asked import AskDigests
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaProbe, Upstream, clock, is_refusal
 

@@ -22,7 +22,8 @@ from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text, TokenEntry
 from foreword.api.request import DialectName, GenerateRequest
 from foreword.api.sse import DONE, EventParser
-from foreword.errors import BadRequest, PromptTooLong, QueueFull, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import PromptTooLong, QueueFull, ReplicaFailed
 
 LIMITS = Limits.for_model(4096)
 HEAD = ResponseHead("chatcmpl-1", "nano", 1700000000, "fp")

@@ -13,16 +13,8 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from foreword.api.dialects.decode import NO_JSON, is_set
 from foreword.api.output import TokenEntry
 from foreword.decoders import decode_json, json_decoder
-from foreword.errors import (
-    BadRequest,
-    ForewordError,
-    NotFound,
-    PromptTooLong,
-    QueueFull,
-    ReplicaError,
-    ReplicaFailed,
-    RequestEnded,
-)
+from foreword.errors import BadRequest, ForewordError, NotFound
+from foreword.request_errors import PromptTooLong, QueueFull, ReplicaError, ReplicaFailed, RequestEnded
 from foreword.usage import TokenUsage
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
