@@ -19,7 +19,7 @@ from foreword.api.output import (
     Text,
     Usage,
 )
-from foreword.errors import ReplicaFailed
+from foreword.request_errors import ReplicaFailed
 
 _FINISH_REASONS: Final[dict[str, FinishReason]] = {
     "length": "length",
