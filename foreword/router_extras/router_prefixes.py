@@ -34,7 +34,7 @@ from foreword.request_errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import Prefixes
 from foreword.router.replica_body import PATHS, edited, parse_request
-from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
+from foreword.router.replicas import CONNECTION_ERRORS, MAX_RESPONSE_BYTES, ReplicaInfo, Upstream, read_whole
 from foreword.router_extras.worker_links import workers_of
 
 if TYPE_CHECKING:
@@ -302,16 +302,24 @@ class RouterPrefixes(Prefixes):
             logger.info("prefix %r was not computed on %s: %s", prefix.name, url, error)
 
     async def send(
-        self, url: str, kind: str, tenant: Tenant, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        url: str,
+        kind: str,
+        tenant: Tenant,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        most: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
-        """Status and body of the router's own call for a tenant. Raises what aiohttp raises, and ReplicaFailed."""
+        """Status and body of the router's own call for a tenant. Raises what aiohttp raises, and ReplicaFailed for an answer of
+        more than `most` bytes."""
         headers = {**self._router.auth.headers_of(tenant, kind), "content-type": "application/json"}
         limit = aiohttp.ClientTimeout(total=_SECONDS)
         data = None if body is None else msgspec.json.encode(body)
         async with self._router.session.request(
             method, url + path, data=data, headers=headers, allow_redirects=False, timeout=limit
         ) as response:
-            return response.status, await read_whole(response)
+            return response.status, await read_whole(response, most)
 
 
 def with_messages(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:
