@@ -110,7 +110,7 @@ class Fanned(ScriptedReplica):
             return web.json_response({"error": {"message": "no such thing"}}, status=404)
         body = BROKEN[self.mode] if self.mode in BROKEN else json.dumps(GOOD).encode()
         if self.mode == "other types":
-            body = json.dumps(dict.fromkeys(GOOD, {"a": "b"})).encode()
+            body = json.dumps({key: {"a": "b"} for key in GOOD}).encode()
         if self.mode == "large":
             body += b" " * (self.size + 1 - len(body))
         return web.Response(body=body, content_type="application/json", status=201 if request.method == "PUT" else 200)
