@@ -1,8 +1,9 @@
 """Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
 from the configuration's dataclasses, docs/reference/python.md from the public classes, docs/benchmarks.md and
 dev/benchmarks.md from the files of docs/figures and dev/figures, in dev/paths.md what each file of its list does, in
-docs/reference/http.md the table of all routes, in README.md that of the engines, from docs/engines.json, the picture of the
-products, from packages/products.toml, and README's chart, from docs/figures/10-vllm.json.
+docs/reference/http.md the table of all routes, in docs/reference/metrics.md those of what stores count, in README.md that of
+the engines, from docs/engines.json, the picture of the products, from packages/products.toml, and README's chart, from
+docs/figures/10-vllm.json.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
@@ -33,16 +34,21 @@ from foreword.api.routes import Route
 from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
 from foreword.configuration import Config
+from foreword.offload.counters import LookupCounts, OffloadStatus
 from foreword.router.app import routes_of as router_routes
 from foreword.router.router import Router
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
+from foreword.store.series import series_of
+from foreword.store.tier_counters import TierCounters
 
 REFERENCE = Path(__file__).parent / "reference"
 PATHS = Path(__file__).parents[1] / "dev" / "paths.md"
 PACKAGE = Path(__file__).parents[1] / "foreword"
 HTTP = REFERENCE / "http.md"
+METRICS = REFERENCE / "metrics.md"
+COUNTED = {"tiers": (TierCounters,), "the offload": (LookupCounts, OffloadStatus)}
 ROUTES = "<!-- Written by docs/generate.py from the route tables"
 FIGURES = Path(__file__).parent / "figures"
 BUILDERS_FIGURES = Path(__file__).parents[1] / "dev" / "figures"
@@ -234,16 +240,15 @@ def readme() -> str:
         cannot = [f"{name.removeprefix('test_')}: {why}" for name, why in row["tests"].items() if why != "passed"]
         found = "; ".join([f"{passed} of {len(row['tests'])}", *cannot])
         rows.append((f"[{row['engine']}](docs/guides/{row['guide']})", row["version"], row["how"], found, row["date"]))
-    return _with_table(
-        README, ENGINES_MARK, _table(("engine", "tested release", "Foreword is", "tests passed", "date"), rows)
-    )
+    table = _table(("engine", "tested release", "Foreword is", "tests passed", "date"), rows)
+    return _with_table(README.read_text(encoding="utf-8"), ENGINES_MARK, table)
 
 
-def _with_table(page: Path, mark: str, table: str) -> str:
+def _with_table(page: str, mark: str, table: str) -> str:
     """A page with a table between its marks."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(f"{mark}: begin -->")
+    before, begin, rest = page.partition(f"{mark}: begin -->")
     _, end, after = rest.partition(f"{mark}: end -->")
-    assert begin and end, f"{page} has lost the marks of its table: {mark}"
+    assert begin and end, f"a page has lost the marks of its table: {mark}"
     return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
@@ -261,7 +266,27 @@ def http_page() -> str:
         for path, method in sorted({*tables[0], *tables[1]})
     ]
     table = _table(("Method and path", "Query", "Server: caller", "quota", "Router: caller", "quota"), rows)
-    return _with_table(HTTP, ROUTES, table)
+    return _with_table(HTTP.read_text(encoding="utf-8"), ROUTES, table)
+
+
+def metrics_page() -> str:
+    """docs/reference/metrics.md with the tables of what stores count."""
+    page = METRICS.read_text(encoding="utf-8")
+    for what, counters in COUNTED.items():
+        rows = [
+            (
+                f"`foreword:{one.server}_total`",
+                f"`vllm:foreword_{one.engine}_total`",
+                f"`{one.by}`" + (" (servers)" if one.summed else "") if one.by else "",
+                one.text[0].lower() + one.text[1:-1],
+            )
+            for each in counters
+            for one in series_of(each)
+            if one.kind == "counter"
+        ]
+        mark = f"<!-- Written by docs/generate.py from the counters of {what}"
+        page = _with_table(page, mark, _table(("server", "vLLM connector", "label", "meaning"), rows))
+    return page
 
 
 def _query(routes: list[Route[Any]]) -> str:
@@ -552,6 +577,7 @@ def pages() -> dict[Path, str]:
         ),
         REFERENCE / "python.md": python_page(),
         HTTP: http_page(),
+        METRICS: metrics_page(),
         README: readme(),
     }
 

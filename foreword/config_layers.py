@@ -55,7 +55,8 @@ def merged_layers(kind: type[Any], layers: Iterable[Mapping[str, Any]]) -> dict[
 
 
 def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
-    """Create a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a wrong value."""
+    """Create a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a wrong value. `GONE` of a
+    class has keys of earlier versions, and what they are now."""
     hints = get_type_hints(kind)
     secret = {item.name for item in fields(cast(Any, kind)) if not item.repr}
     files = file_keys(kind)
@@ -71,7 +72,9 @@ def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
             found[files[key]] = text.splitlines() if get_origin(hints[files[key]]) is tuple else text
     for key in found:
         if key not in hints:
-            raise ConfigError(f"unknown configuration key {where}.{key}{did_you_mean(key, [*hints, *files])}")
+            gone = dict(getattr(kind, "GONE", ())).get(key)
+            hint = f": it is {gone} and cannot be set; remove it" if gone else did_you_mean(key, [*hints, *files])
+            raise ConfigError(f"unknown configuration key {where}.{key}{hint}")
     return kind(**{key: _coerce(f"{where}.{key}", hints[key], found[key], secret=key in secret) for key in found})
 
 

@@ -31,7 +31,6 @@ class EngineOptions(TypedDict, total=False):
     lookahead_blocks: int
     enable_prefix_caching: bool
     partial_reuse: bool
-    shared_prefix_attention: bool
     threads: int | None
     linear_memory: str
     kernels: Literal["auto", "native", "torch", "triton"]
@@ -67,7 +66,6 @@ class EngineConfig:
         lookahead_blocks: extra blocks to allocate per sequence while enough are free, so that its blocks are consecutive.
         enable_prefix_caching: reuse cached blocks between requests.
         partial_reuse: also reuse partly filled blocks, by copying them.
-        shared_prefix_attention: read a prefix that several decoding sequences share once per step.
         threads: CPU threads for computation; by default the number of cores.
         linear_memory: on CPUs, memory for packed copies of the weights, which replace them: `auto` (at most half of the free
             memory), a size, or `0`.
@@ -91,6 +89,7 @@ class EngineConfig:
         audit_evidence: put the tokens and the wrong KV into these reports, for `foreword audit rerun`. Both reveal the prompt.
     """
 
+    GONE = (("shared_prefix_attention", "on"),)
     model: str | None = None
     served_model_name: str | None = None
     dtype: str = one_of(("auto", "float32", "bfloat16", "float16"), "auto")
@@ -106,7 +105,6 @@ class EngineConfig:
     lookahead_blocks: int = at_least(0, 4)
     enable_prefix_caching: bool = True
     partial_reuse: bool = True
-    shared_prefix_attention: bool = True
     threads: int | None = at_least(1, None)
     linear_memory: str = "auto"
     kernels: str = one_of(("auto", "native", "torch", "triton"), "auto")
@@ -146,7 +144,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefixConfig:
-    """Kept prefixes: named ones, and those that requests keep (cache control).
+    """Leases: named prefixes, and those that requests keep (cache control).
 
     Attributes:
         budget: KV memory that may be kept: a size (`1GiB`) or a share of the pool (`25%`).
@@ -154,6 +152,7 @@ class PrefixConfig:
         retain_tenant_share: share of retain_budget that one tenant may keep.
     """
 
+    GONE = (("retain_entries", "128"), ("retain_seconds", "a day"))
     budget: str = "50%"
     retain_budget: str = "25%"
     retain_tenant_share: float = between(0.0, 1.0, 1.0)

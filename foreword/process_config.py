@@ -94,6 +94,7 @@ class ServerConfig:
             a quarter of it. A response is kept for a day after its last use.
     """
 
+    GONE = (("response_ttl", "a day"),)
     host: str = "127.0.0.1"
     port: int = between(0, 65535, 8000)
     allowed_hosts: tuple[str, ...] = ()
@@ -194,6 +195,7 @@ class RouterConfig:
         max_waiting: maximum number of requests per replica that wait for their first token; further requests queue in the
             router. Of prompts that wait for a prefix that is being computed, 16 count as one.
         max_in_flight: maximum number of requests per replica; further requests queue in the router.
+        workers: number of processes that serve the port.
         max_queue: maximum number of requests that queue in the router; further requests are answered with status 429.
         tenant_weights: weights in the queue as `TENANT=WEIGHT`; other tenants have weight 1.
         tenant_priorities: the most urgent `priority` that a tenant may ask for, as `TENANT=NUMBER`; lower numbers are more
@@ -217,13 +219,12 @@ class RouterConfig:
         directory_blocks: maximum number of blocks in the directory of all replicas, about 16 bytes each.
         tokenize_timeout: seconds that a replica may take to tokenize a prompt. If a response can only be continued with a
             replica's tokenizer, replicas get up to 25 times as long.
-        tokenize_patience: seconds that a request waits for its tokens, however little a hit could save; it waits longer, up to
-            tokenize_timeout, while computing what is not known of its prompt would take longer. Then its known part, or its
-            text, is compared.
-        picker: `HOST:PORT` on which a gateway, such as Envoy, asks where to send requests that it forwards itself (external
-            processing over gRPC); by default none may.
-        picker_open: let the gateway choose where no replica takes a request, instead of refusing the request. Without effect
-            where API keys are configured.
+        tokenize_patience: seconds that a request waits for its tokens; longer, up to tokenize_timeout, while computing what is
+            not known of its prompt would take longer. Then its known part, or its text, is compared.
+        picker: `HOST:PORT` on which a gateway, such as Envoy, asks by gRPC where to send requests; by default none may.
+        picker_open: let the gateway choose where no replica takes a request, unless API keys are configured.
+        picker_objectives: priorities of a gateway's objectives, as `NAME=NUMBER`; higher is more urgent, as in Kubernetes.
+        picker_trusts_headers: believe the gateway's headers about objective, fairness id and model: clients cannot set them.
         picker_tls_certificate_file: file with a TLS certificate for the picker; by default it speaks plain text.
         picker_tls_key_file: file with the key of that certificate.
         audit_every: repeat one request in N that hit, with its cache and without, while no client waits, and compare; 0: none.
@@ -231,6 +232,7 @@ class RouterConfig:
         audit_reports: folder for a report of each hit that differs, and for the salts that the router has changed then.
     """
 
+    GONE = (("session_ttl", "an hour"), ("picker_timeout", "10 s"), ("picker_streams", "8,192"))
     replicas: tuple[str, ...] = ()
     prefill: tuple[str, ...] = ()
     replica_file: str | None = None
@@ -244,6 +246,7 @@ class RouterConfig:
     tokenizer: str | None = None
     max_waiting: int = at_least(1, 32)
     max_in_flight: int = at_least(1, 512)
+    workers: int = at_least(1, 1)
     max_queue: int = at_least(1, 1024)
     tenant_weights: tuple[str, ...] = ()
     tenant_priorities: tuple[str, ...] = ()
@@ -265,6 +268,8 @@ class RouterConfig:
     tokenize_patience: float = not_negative(0.05)
     picker: str | None = None
     picker_open: bool = False
+    picker_objectives: tuple[str, ...] = ()
+    picker_trusts_headers: bool = False
     picker_tls_certificate_file: str | None = None
     picker_tls_key_file: str | None = None
     audit_every: int = at_least(0, 0)
@@ -273,8 +278,9 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_section("router", self)
-        if self.picker is None and (self.picker_open or self.picker_tls_certificate_file or self.picker_tls_key_file):
-            raise ConfigError("router.picker_open and the picker's certificate need router.picker (--picker)")
+        names = (name for name in self.__annotations__ if name.startswith("picker_") and getattr(self, name))
+        if self.picker is None and (name := next(names, None)) is not None:
+            raise ConfigError(f"router.{name} needs router.picker (--picker)")
         if self.pod_deletion_cost and not self.replica_services:
             raise ConfigError("router.pod_deletion_cost needs router.replica_services (--replica-service)")
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -332,3 +332,22 @@ def test_an_error_does_not_repeat_a_secret(section: str, key: str, value: object
             assert f"{section}.{key} must be" in error.message and f"not a {type(value).__name__}" in error.message
     else:
         assert isinstance(value, list) and key in ("api_keys", "urls")
+
+
+GONE = {(name, key): kind for name, kind in get_type_hints(Config).items() for key, _ in getattr(kind, "GONE", ())}
+
+
+@pytest.mark.parametrize(("section", "key"), GONE)
+def test_a_key_that_is_a_constant_now(section: str, key: str) -> None:
+    """A key of an earlier version that can no longer be set is an error that says its value, and what to do."""
+    kind = GONE[section, key]
+    with pytest.raises(ConfigError, match=rf"^unknown configuration key {section}\.{key}: it is .+ remove it$"):
+        build(kind, section, {key: 1})
+    assert key not in {one.name for one in dataclasses.fields(kind)}
+
+
+def test_keys_that_are_constants_now() -> None:
+    """Keys of other sections and names like them have no such hint."""
+    assert len(GONE) == 7
+    with pytest.raises(ConfigError, match=r"unknown configuration key server\.session_ttl(?!: it is)"):
+        build(ServerConfig, "server", {"session_ttl": 1})

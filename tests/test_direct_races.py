@@ -87,6 +87,8 @@ class Copies:
     """Random saves, loads, computations and damage, as an engine and its threads call the ring and the store. `wrong` has what
     was found that is not as in the order of the calls."""
 
+    together = True  # several pieces of a load may go through one of the ring
+
     def __init__(self, seed: int, ring: type[DeviceRing]) -> None:
         self.chance, self.queues = random.Random(seed), LazyQueues(seed)
         self.blocks = torch.arange(BLOCKS).repeat_interleave(BYTES).view(BLOCKS, BYTES).to(torch.uint8)
@@ -207,14 +209,17 @@ class Copies:
         loan.release()
 
     def queue(self, batch: LoadBatch, loan: Lent, units: list[int], mark: Event, damaged: int | None) -> None:
-        """Load through as many pieces as are free."""
+        """Load through as many pieces as are free, one or several pieces of the load through each."""
         values = [self.stored[name] for name in loan.names]
-        for number in range(batch.pieces):
+        number = 0
+        while number < batch.pieces:
             piece = self.ring.wait_for(0.0)
             if piece is None:
                 break
-            low, high = batch.frames(number)
-            copy = self.ring.load(batch, number, piece, None if number else mark)
+            count = self.chance.randint(1, batch.pieces - number) if self.together else 1
+            low, high = batch.frames(number, count)
+            copy = self.ring.load(batch, number, piece, None if number else mark, count)
+            number += count
             self.busy.update(units[low:high])
             loan.users += 1
             there = damaged - low if damaged is not None and low <= damaged < high else None
@@ -311,12 +316,15 @@ class Planted(DeviceRing):
         assert piece.copied is not None
         return piece.copied
 
-    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None) -> RingLoad:
-        self.into(LOAD, batch, number, piece)
-        self.check(LOAD, batch, number, piece)
-        self.after(LOAD, mark)
-        self.scatter(LOAD, batch, number, piece)
-        return RingLoad(self.ended(), batch.verdicts[number])
+    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None, count: int = 1) -> RingLoad:
+        for one in range(number, number + count):
+            self.into(LOAD, batch, one, piece)
+            self.check(LOAD, batch, one, piece)
+            self.after(LOAD, None if one > number else mark)
+            self.scatter(LOAD, batch, one, piece)
+        low, high = batch.frames(number, count)
+        self._queues.submit(LOAD, partial(self._tell, batch, low, high))
+        return RingLoad(self.ended(), batch.verdicts[low:high])
 
     def into(self, stream: Stream, *which: Any) -> None:
         self._queues.submit(stream, partial(self._copy_in, *which))
@@ -451,15 +459,10 @@ class VerdictBeforeTheCopy(Planted):
 
 
 def scatter_unasked(ring: DeviceRing, batch: LoadBatch, number: int, piece: Piece) -> None:
-    """Scatter all frames of a piece, and tell the host nothing of them."""
+    """Scatter all frames of a piece."""
     found, batch.found = batch.found, ()
     DeviceRing._scatter(ring, batch, number, piece)
     batch.found = found
-
-
-def tell(batch: LoadBatch, number: int) -> None:
-    """Tell the host the verdicts of a piece."""
-    batch.verdicts[number].copy_(batch.whole[number])
 
 
 class VerdictAfterTheScatter(Planted):
@@ -469,25 +472,59 @@ class VerdictAfterTheScatter(Planted):
     def scatter(self, stream: Stream, *which: Any) -> None:
         self._queues.submit(stream, partial(scatter_unasked, self, *which))
         self.later()
-        self._queues.submit(stream, partial(tell, *which[:2]))
 
 
 class VerdictIsNotAsked(Planted):
     def _scatter(self, batch: LoadBatch, number: int, piece: Piece) -> None:
         scatter_unasked(self, batch, number, piece)
-        tell(batch, number)
 
 
 class VerdictIsNotToldTheHost(Planted):
-    def _scatter(self, batch: LoadBatch, number: int, piece: Piece) -> None:
-        super()._scatter(batch, number, piece)
-        batch.verdicts[number].fill_(1)
+    def _tell(self, batch: LoadBatch, low: int, high: int) -> None:
+        batch.verdicts[low:high].fill_(1)
 
 
 class VerdictsOfTheFirstPiece(Planted):
-    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None) -> RingLoad:
-        load = super().load(batch, number, piece, mark)
-        return load if not number else RingLoad(load.copied, batch.verdicts[0][: len(batch.verdicts[number])])
+    def load(self, batch: LoadBatch, number: int, *given: Any) -> RingLoad:
+        load = super().load(batch, number, *given)
+        return load if not number else RingLoad(load.copied, batch.verdicts[: len(load.verdicts)])
+
+
+class VerdictsBeforeTheLastPiece(Planted):
+    """The host is told before the last of a load's pieces was checked."""
+
+    def _tell(self, batch: LoadBatch, low: int, high: int) -> None: ...
+
+    def check(self, stream: Stream, *which: Any) -> None:
+        batch, number, _ = which
+        self._queues.submit(stream, partial(self._told, batch, *batch.frames(number)))
+        super().check(stream, *which)
+
+    def _told(self, batch: LoadBatch, low: int, high: int) -> None:
+        if batch.whole is None:
+            batch.verdicts.fill_(1)
+        else:
+            super()._tell(batch, low, high)
+
+
+class PieceIsFilledBeforeTheScatter(Planted):
+    """The copies of a load's next piece go through the ring's piece before the frames in it are scattered."""
+
+    later: tuple[Any, ...] | None = None
+
+    def scatter(self, stream: Stream, *which: Any) -> None:
+        batch, number, _ = which
+        if number + 1 < batch.pieces and self.through > 1:
+            self.later = which
+            return
+        if self.later is not None:
+            super().scatter(stream, *self.later)
+            self.later = None
+        super().scatter(stream, *which)
+
+    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None, count: int = 1) -> RingLoad:
+        self.through = count
+        return super().load(batch, number, piece, mark, count)
 
 
 class FramesOfTheWholeBatch(Planted):
@@ -588,6 +625,8 @@ class LoanEndsBeforeTheCopy(Copies):
 
 
 class LoanEndsWithTheFirstPiece(Copies):
+    together = False
+
     def queue(self, batch: LoadBatch, loan: Lent, *given: Any) -> None:
         super().queue(batch, loan, *given)
         if batch.pieces > 1:
@@ -603,10 +642,10 @@ class MarkBeforeTheSecondPiece(Planted):
 
     marked: Event | None = None
 
-    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None) -> RingLoad:
+    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None, count: int = 1) -> RingLoad:
         if batch.pieces > 1:
             self.marked, mark = mark, self.marked
-        return super().load(batch, number, piece, mark)
+        return super().load(batch, number, piece, mark, count)
 
 
 class PieceIsFreeBeforeTheCopy(Copies):

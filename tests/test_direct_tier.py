@@ -38,6 +38,7 @@ from foreword.engine.engine_stores import EngineStores
 from foreword.offload import numa
 from foreword.offload.device import Stream
 from foreword.offload.device_checksum import DeviceChecksums
+from foreword.offload.lent_share import LentShare
 from foreword.offload.pinned import PinnedMemory, allocated
 from foreword.offload.staging import StagingArena
 from foreword.store import frame as frames_module
@@ -181,6 +182,44 @@ def test_an_abort_keeps_blocks_and_slots_until_the_copies_ended(direct: Make) ->
     assert engine.offload.flush(60)
     engine.store(9, 10)
     assert engine.await_load(engine.load(9, range(10))) == 10
+
+
+def test_loads_leave_slots_for_saves(direct: Make) -> None:
+    """Loads of all of a tier, while their copies wait for a step, are lent half of it: what a step computes is saved
+    meanwhile, in place of other blocks. Each load gets all of its blocks that are not evicted, in further stretches."""
+    engine = direct(tier_blocks=32, blocks=64)
+    for chain in (7, 8):
+        engine.store(chain, 16)
+    engine.blocks.zero_()
+    device = engine.device
+    device.begin_step()
+    loads: list[Any] = [engine.load(7, range(16)), engine.load(8, range(16, 32))]
+    for load in loads:
+        device.settle(lambda load=load: load.done)  # type: ignore[misc]
+        assert load.copying and not load.done
+    assert engine.save(9, range(48, 64)) == 16
+    device.end_step()
+    assert engine.offload.flush(60)
+    for chain, load in zip((7, 8), loads, strict=True):
+        first = 16 * (chain - 7)
+        count = engine.await_load(load)
+        assert count >= 2 and engine.values(range(first, first + count)) == [chain] * count
+    assert engine.memory.lookup(names_of_chain(9, 16), deadline=soon()) == 16
+    engine.store(7, 16)
+    assert engine.await_load(engine.load(7, range(16))) == 16
+
+
+def test_a_share_is_never_used_up() -> None:
+    """Of half of a tier, each load is lent half of what is left, up to a limit, in whole pieces of the ring; a load that
+    finds nothing left gets a block. What is given back is lent again."""
+    share = LentShare(512, 100)
+    assert [share.take(50, 8, 5) for _ in range(5)] == [10, 10, 5, 3, 2]
+    assert [share.take(50, 8, 5) for _ in range(3)] == [1, 1, 1]
+    share.give(10, 8)
+    share.give(10, 8)
+    assert share.take(50, 8, 5) == 5 and share.take(4, 8, 5) == 4
+    assert LentShare(1 << 20, 100).take(50, 10, 64) == 10
+    assert LentShare(8, 100).take(50, 8, 5) == 1
 
 
 def test_a_tier_that_is_full_of_what_is_in_flight(direct: Make) -> None:

@@ -8,23 +8,28 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import field, make_dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest, metrics
 from prometheus_client.metrics import MetricWrapperBase
 from vllm_stub import stubbed_vllm
 
 from foreword.engine.hit_audit import AuditCounts
-from foreword.offload.manager import OffloadStatus
+from foreword.observability.scrape import Scrape, metric
+from foreword.offload.counters import LookupCounts, OffloadStatus
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.state_metrics import RouterStateCollector
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.store.base import StoreStatus
-from foreword.store.tier_counters import PER_TIER, TierCounters, TierState
+from foreword.store.series import counted as declared
+from foreword.store.series import series_of
+from foreword.store.tier_counters import TierCounters, TierState
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -35,10 +40,32 @@ Metrics = set[tuple[str, str, tuple[str, ...]]]
 
 
 def documented(section: str) -> Metrics:
-    """The rows of a section's tables."""
+    """The rows of a section's tables, and those of what it counts of stores."""
     text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| (\w+) \| ([^|]*)\| [^|]+ \|$", text, flags=re.MULTILINE)
-    return {(name, kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
+    found = {(name, kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
+    return found | counted(section)
+
+
+def counted(section: str) -> Metrics:
+    """The columns of the tables of what stores count that are about a section."""
+    always = {"Server": ("model_name",), "vLLM connector": ("model_name", "engine"), "HiCache backend": ()}.get(section)
+    if always is None:
+        return set()
+    text = PAGE.read_text(encoding="utf-8").split("## Counters of stores\n")[1].split("\n## ")[0]
+    tiers, requests = (part.split("\n### ")[0] for part in text.split("\n### Of ")[1:])
+    found: Metrics = set()
+    for part, of in ((tiers, ("tier",)), (requests, ())):
+        for server, engine, label in re.findall(
+            r"^\| `(foreword:\w+)` \| `(vllm:\w+)` \| ([^|]*)\| ", part, re.MULTILINE
+        ):
+            own = re.findall(r"`(\w+)`", label) if section == "Server" or "(servers)" not in label else []
+            name = server if section == "Server" else engine
+            if section != "HiCache backend":
+                found.add((name, "counter", tuple(sorted((*always, *of, *own)))))
+            elif of:
+                found.add((name.replace("vllm:", "sglang:"), "counter", tuple(sorted((*of, *own)))))
+    return found
 
 
 def described(collectors: Iterator[Any]) -> Metrics:
@@ -75,13 +102,11 @@ def server_engine() -> Any:
     )
     tier = SimpleNamespace(
         label="memory",
-        counters=TierCounters(errors=Counter(timeout=1), bad=Counter(checksum=1)),
+        counters=TierCounters(errors=Counter(timeout=1), bad=Counter(checksum=1), refused=Counter(rate=1)),
         status=StoreStatus,
         suspended=False,
         breaker=SimpleNamespace(is_open=False),
         state=TierState.OK,
-        selective=True,
-        refused=Counter(rate=1),
     )
     endpoint = SimpleNamespace(connections={}, transfers={}, queued_bytes=0, traffic={})
     return SimpleNamespace(
@@ -105,13 +130,61 @@ def test_server() -> None:
 
 def test_router() -> None:
     """The router's table lists every metric with its type and labels."""
-    metrics = RouterMetrics()
+    counts = RouterMetrics()
     audit = SimpleNamespace(results={"equal": 0}, quarantined=0)
     router: Any = SimpleNamespace(
         upstreams={}, pools={}, subscriptions={}, audit=audit, suspects=SimpleNamespace(refused=0)
     )
-    metrics.add_collector(RouterStateCollector(router))
-    assert described(collectors(metrics._registry)) == documented("Router")
+    counts.add_collector(RouterStateCollector(router))
+    assert described(collectors(counts._registry)) == documented("Router")
+
+
+def numbered(counters: type, first: int) -> Any:
+    """Counters with numbers that differ, from `first` on."""
+    numbers = enumerate(series_of(counters), first)
+    return counters(**{one.field: Counter({next(iter(one.values), "x"): n}) if one.by else n for n, one in numbers})
+
+
+def test_a_server_shows_every_counter() -> None:
+    """Each number that is counted of tiers, loads and requests is in a server's metrics, under the name of its series."""
+    engine = server_engine()
+    tier, lookups = numbered(TierCounters, 100), numbered(LookupCounts, 200)
+    engine.offload.store.tiers[0].counters = tier
+    loads = replace(numbered(OffloadStatus, 300), lookups=lookups)
+    engine.offload.status = lambda: loads
+    observer = PrometheusObserver()
+    observer.watch(engine)
+    scrape = Scrape(observer.render("")[0].decode())
+    for one in (tier, lookups, loads):
+        for series in series_of(type(one)):
+            assert scrape.total(metric("server", type(one), series.field)) == sum(
+                series.amounts(one, engine=False).values()
+            ), series.field
+
+
+def test_counters_that_no_reader_could_show() -> None:
+    """A counter without a sentence, a unit, a kind or a name is an error where it is declared; a number beside the series is
+    one where they are read."""
+    declared("Bytes read.", "bytes", "tier_read_bytes", "loaded_bytes")
+    for wrong in (
+        {"text": "bytes read"},
+        {"text": ""},
+        {"unit": ""},
+        {"unit": "parsecs"},
+        {"kind": ""},
+        {"server": ""},
+        {"server": "tier", "engine": ""},
+    ):
+        with pytest.raises(ValueError, match="a series has a sentence"):
+            declared(
+                **{"text": "Bytes read.", "unit": "bytes", "server": "tier_bytes", "engine": "read_bytes", **wrong}
+            )
+    with pytest.raises(TypeError):
+        declared("Bytes read.")
+    for kind in (int, Counter):
+        more = make_dataclass("More", [("forgotten", kind, field(default_factory=kind))], bases=(TierCounters,))
+        with pytest.raises(ValueError, match="forgotten"):
+            series_of(more)
 
 
 @pytest.fixture
@@ -139,6 +212,38 @@ def test_vllm() -> None:
         setattr(module.ForewordPromMetrics, attribute, staticmethod(recorder(kind)))
     module.ForewordPromMetrics(None, None, ["model_name", "engine"], {})
     assert found == documented("vLLM connector")
+
+
+@pytest.mark.usefixtures("vllm_stub")
+def test_vllm_shows_every_counter() -> None:
+    """Each number that is counted of tiers, loads and requests is in vLLM's metrics, under the name of its series."""
+    module = importlib.import_module("foreword.integrations.vllm.connector_metrics")
+    tier, lookups, loads = numbered(TierCounters, 100), numbered(LookupCounts, 200), numbered(OffloadStatus, 300)
+    tiers = [SimpleNamespace(label="a b", counters=tier, state=TierState.OK)]
+    reader = module.StatsReader(
+        "worker 0",
+        SimpleNamespace(tiers=tiers),
+        SimpleNamespace(counts=lambda: lookups, total=1),
+        SimpleNamespace(declined=0, too_small=0, fixed=SimpleNamespace(measured={})),
+        SimpleNamespace(status=lambda: loads, stamp=(), queued=loads.queued),
+    )
+    registry = CollectorRegistry()
+    for name, kind in (
+        ("_counter_cls", metrics.Counter),
+        ("_gauge_cls", metrics.Gauge),
+        ("_histogram_cls", metrics.Histogram),
+    ):
+        setattr(module.ForewordPromMetrics, name, staticmethod(partial(kind, registry=registry)))
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    shown = module.ForewordPromMetrics(config, None, ["model_name", "engine"], {0: ["m", "0"]})
+    shown.per_engine_labelvalues = {0: ["m", "0"]}
+    shown.observe(json.loads(json.dumps(reader.read([]).data)), 0)
+    scrape = Scrape(generate_latest(registry).decode())
+    for one in (tier, lookups, loads):
+        for series in series_of(type(one)):
+            assert scrape.total(metric("vllm", type(one), series.field)) == sum(
+                series.amounts(one, engine=True).values()
+            ), series.field
 
 
 def dashboard_queries() -> Iterator[tuple[str, str]]:
@@ -185,7 +290,10 @@ def selected(node: Any, grouped: frozenset[str] = frozenset()) -> Iterator[tuple
 
 def test_hicache() -> None:
     """The table of the backend for SGLang lists what it shows of each tier (tests/integrations/sglang_suite.py shows one)."""
-    shown = {(f"sglang:foreword_{name}_total", "counter", ("tier",)) for name, _, _ in PER_TIER}
+    shown = {
+        (metric("sglang", TierCounters, one.field), "counter", tuple(sorted(("tier", *one.labels(engine=True)))))
+        for one in series_of(TierCounters)
+    }
     assert documented("HiCache backend") == shown
 
 
@@ -218,3 +326,24 @@ def test_pages_name_metrics_that_exist(page: Path) -> None:
     named = set(re.findall(r"\b(?:vllm:foreword_|foreword:)[a-z]\w*(?![\w.]|\*)", page.read_text(encoding="utf-8")))
     ends = ("_bucket", "_sum", "_count", "_")
     assert not {name for name in named - known if not name.endswith(ends)}
+
+
+READERS = [
+    *sorted((ROOT / "foreword").rglob("*.py")),
+    *sorted((ROOT / "foreword" / "dashboard" / "static").glob("*.js")),
+]
+
+
+def test_code_reads_metrics_that_exist() -> None:
+    """Each metric of Foreword's that the package or its dashboard names is in the reference, by its whole name or by how it
+    begins: a renamed one is not looked for under its old name."""
+    known = set(re.findall(r"\b(?:vllm:foreword_|foreword:)\w+", PAGE.read_text(encoding="utf-8")))
+    ends = ("_bucket", "_sum", "_count", "_total")
+    read = 0
+    for path in READERS:
+        for name in re.findall(r"\b(?:vllm:foreword_|(?<!vllm:)foreword:)[a-z]\w+", path.read_text(encoding="utf-8")):
+            plain = next((name.removesuffix(end) for end in ends if name.endswith(end)), name)
+            begins = any(one.startswith(name) for one in known) if name.endswith("_") else False
+            assert begins or name in known or {plain, f"{plain}_total"} & known, f"{name} in {path.name}"
+            read += 1
+    assert read > 50

@@ -36,7 +36,7 @@ from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
 from foreword.offload.writer import WriteBatch, WriteBehind
 from foreword.store.base import Loan, Name, Store
-from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
+from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, UnreadBlock
 from foreword.store.memory import memory_store
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
@@ -323,8 +323,8 @@ def test_slots_of_a_read_that_hangs() -> None:
             assert gate.wait(60)
             return super().get(names, buffers, deadline=soon())
 
-    frames, others = make_frames(8, 4, 1000), make_frames(9, 4, 1000)
-    fast, slow = MemoryStore(4 * len(frames[0].data)), Late(1 << 20, label="slow")
+    frames, others = make_frames(8, 4, 1000), make_frames(9, 16, 1000)
+    fast, slow = MemoryStore(16 * len(frames[0].data)), Late(1 << 20, label="slow")
     slow.put(frames, deadline=soon())
     published = list[object]()
 
@@ -340,10 +340,10 @@ def test_slots_of_a_read_that_hangs() -> None:
         part.end(keep)
         del part
         gc.collect()
-        assert put_all(fast, others) == 0, "a read may write there"
+        assert put_all(fast, others) == 12, "a read may write into the others"
         gate.set()
         until = soon()
-        while put_all(fast, others) < 4:
+        while put_all(fast, others) < 16:
             assert soon(0.0) < until, "the slots are free"
             time.sleep(0.01)
         assert read(fast, others) == whole(others) and not published
@@ -357,7 +357,7 @@ def test_reads_that_would_read_nothing() -> None:
     device.save(1, 0, 7)
     assert device.offload.flush(PATIENCE)
     store, names, sizes = device.offload.store, device.names(0, 8), [LAYOUT.block_bytes] * 8
-    other = fast.reserve([Header.unread(names[0], LAYOUT.block_bytes)], unread=True, deadline=soon())
+    other = fast.reserve([UnreadBlock(names[0], names[0], LAYOUT.block_bytes)], unread=True, deadline=soon())
     read = read_into(store, 1, names, sizes, deadline=soon(), before=())
     assert len(other.slots) == 1 and read is not None and not read.frames
     read.end(lambda headers, publish: bool(publish()))
@@ -367,8 +367,28 @@ def test_reads_that_would_read_nothing() -> None:
     assert fast.lookup(device.names(1, 7), deadline=soon()) == 7 and fast.status().evictions == 0
 
 
+@pytest.mark.parametrize(("slots", "longer", "taken"), [(32, 1, 8), (32, 3, 8), (3, 1, 1)])
+def test_a_large_read_that_hangs_takes_few_slots(slots: int, longer: int, taken: int) -> None:
+    """A read has at most a quarter of a faster tier's slots, or one, however long they are: the others take other blocks while
+    it hangs."""
+    frames, others = make_frames(14, 32, 1000), make_frames(15, slots, 1000)
+    size = longer * len(frames[0].data)
+    fast, slow = MemoryStore(slots * size, slot_bytes=size), FlakyStore(MemoryStore(1 << 20))
+    put_all(slow, frames)
+    with contextlib.closing(TieredStore([fast, slow])) as store:
+        first = read_into(store, 1, names_of(frames)[:1], [1000], deadline=soon(), before=())  # says how long slots are
+        assert first is not None
+        first.end(lambda *_: False)
+        slow.stick()
+        read = read_into(store, 1, names_of(frames), [1000] * 32, deadline=soon(0.1), before=())
+        assert read is not None and len(read.reserved.slots) == taken
+        read.end(lambda *_: False)
+        assert put_all(fast, others) == slots - taken
+        slow.release()
+
+
 def test_a_tier_that_hangs_takes_few_slots() -> None:
-    """Reads at once fill a quarter of a faster tier, or one of them more. While one is late no other begins."""
+    """Reads at once fill a quarter of a faster tier. While one is late no other begins."""
     gate, reading = threading.Event(), threading.Event()
 
     class Late(MemoryStore):

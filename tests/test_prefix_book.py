@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
 
+from foreword.blocks.leases import Lease, Leases
 from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
 from foreword.prefixes.book import NamedPrefix, PrefixBook
 
 
-class Kept:
-    """The KV of one version."""
-
-    def __init__(self, size: int, kept: set[Kept]) -> None:
-        self.bytes = size
-        self._all = kept
-        kept.add(self)
-
-    def end(self) -> None:
-        self._all.remove(self)
-
-
 class Shelf:
-    """A book, and the KV that is kept at this moment."""
+    """A book, and the leases of its names: blocks of ten bytes."""
 
     def __init__(self) -> None:
-        self.kept: set[Kept] = set()
+        self.leases = Leases[int](1 << 20, 0, block_bytes=10)
         self.book = PrefixBook()
+        self._blocks = itertools.count()
+
+    @property
+    def leased(self) -> int:
+        """Bytes of all leases."""
+        return self.leases.named_bytes
+
+    def lease(self, count: int) -> Lease[int]:
+        found = self.leases.reserve("name", count)
+        assert found is not None
+        self.leases.fill(found, [next(self._blocks) for _ in range(count)])
+        return found
 
     def add(
         self,
@@ -43,7 +45,8 @@ class Shelf:
         tokens = (7,) * length
         self.book.check(name, content, tokens, salt=salt, replace=replace)
         prefix = NamedPrefix(name, self.book.version(name, salt=salt) + 1, content, tokens, 1.0)
-        return self.book.commit(prefix, Kept(10 * length, self.kept), salt=salt)
+        lease = self.lease(length)
+        return self.book.commit(replaced(prefix, bytes=lease.size), lease, salt=salt)
 
 
 def test_registers() -> None:
@@ -127,7 +130,7 @@ def test_replacing() -> None:
     assert shelf.book.get("rules").version == 1
     made = shelf.add("rules", 4, replace=True)
     assert (made.version, made.uses, made.bytes) == (2, 0, 40)
-    assert len(shelf.kept) == 1
+    assert shelf.leased == 40
     assert shelf.add("new", 4, replace=True).version == 1
     # A name that was removed begins again.
     shelf.book.remove("rules")
@@ -138,10 +141,10 @@ def test_adopted() -> None:
     """A version of another instance takes the place of the one here. The same version, computed, keeps its counts."""
     shelf = Shelf()
     made = shelf.add("rules", 8)
-    shelf.book.adopt(replace(made, version=2), salt=b"")
-    assert (shelf.book.get("rules").version, shelf.book.get("rules").ready, shelf.kept) == (2, False, set())
+    shelf.book.adopt(replaced(made, version=2), salt=b"")
+    assert (shelf.book.get("rules").version, shelf.book.get("rules").ready, shelf.leased) == (2, False, 0)
     shelf.book.use("rules", "text")
-    again = shelf.book.commit(replace(made, version=2), Kept(80, shelf.kept), salt=b"")
+    again = shelf.book.commit(replaced(made, version=2, bytes=80), shelf.lease(8), salt=b"")
     assert (again.uses, again.bytes, again.ready) == (1, 80, True)
 
 
@@ -185,4 +188,4 @@ def test_tenants() -> None:
         shelf.book.get("b")
     shelf.book.remove("b", salt=b"one")
     assert [prefix.name for prefix in shelf.book.list(salt=b"two")] == ["b"]
-    assert len(shelf.kept) == 2
+    assert shelf.leased == 80

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
-from foreword.blocks.leases import Leases
+from foreword.blocks.leases import Lease, Leases
 from foreword.blocks.resume import GroupKind, KVGroup
-from foreword.blocks.retention import Reservation
 from foreword.blocks.salt import tenant_digest
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content, NamedPrefix
 from foreword.prefixes.lease_records import PREFIXES, Chain, PrefixRecord
-from foreword.prefixes.pins import PrefixPins
+from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService, Registration
 from foreword.prefixes.stored_names import StoredPrefixes
 from foreword.store import shared_records
@@ -27,7 +26,7 @@ from foreword.store.tiered import TieredStore
 BLOCK, MODEL = 4, "0" * 64
 
 
-class Pins(PrefixPins):
+class Pins(StorePins):
     """The keys that are pinned in a memory store."""
 
     def __init__(self, store: TieredStore) -> None:
@@ -37,8 +36,8 @@ class Pins(PrefixPins):
     def pin(self, root: bytes, keys: Chain) -> None:
         self.pinned.update(keys)
 
-    def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
-        self.pinned.difference_update(keys)
+    def unpin(self, tenant: str, root: bytes, keys: Chain) -> None:
+        self.pinned.difference_update(self.alone(tenant, keys)[0])
 
 
 class Storage(StoredPrefixes):
@@ -67,38 +66,23 @@ def tokenize(content: Content) -> list[int]:
     return [ord(char) for char in content]
 
 
-class Kept:
-    """The KV of one version, a byte per block."""
-
-    def __init__(self, book: Leases, reservation: Reservation) -> None:
-        self.reservation = reservation
-        self._book = book
-
-    @property
-    def bytes(self) -> int:
-        return len(self.reservation.blocks)
-
-    def end(self) -> None:
-        self._book.end(self.reservation)
-
-
 class Instance:
     """One engine's service, and the budget of its device in blocks."""
 
     def __init__(self, storage: Storage | None = None, budget: int = 1000) -> None:
         self.unpinned: list[int] = []
-        self.kept = Leases(budget, budget, release=self.unpinned.extend)
+        self.kept = Leases[int](budget, budget, block_bytes=1, drop=self.unpinned.extend)
         self.service = PrefixService(tokenize, self._reserve, storage)
         self.book = self.service.book
 
-    def _reserve(self, name: str, tokens: Sequence[int]) -> Kept:
-        reservation = self.kept.reserve(len(tokens) // BLOCK)
-        assert reservation is not None
-        return Kept(self.kept, reservation)
+    def _reserve(self, name: str, tokens: Sequence[int]) -> Lease[int]:
+        lease = self.kept.reserve(name, len(tokens) // BLOCK)
+        assert lease is not None
+        return lease
 
     def compute(self, registration: Registration, blocks: Sequence[int]) -> None:
-        assert isinstance(registration.kept, Kept)
-        self.kept.fill(registration.kept.reservation, blocks)
+        assert registration.lease is not None
+        self.kept.fill(registration.lease, blocks)
 
     def add(self, name: str, content: str, blocks: Sequence[int] = (), *, replace: bool = False) -> NamedPrefix:
         with self.service.register(name, content, replace=replace) as registration:

@@ -34,6 +34,7 @@ REPLACED = {
     r"R[0-9]{1,2}": "no requirement numbers",
     r"good-bye": "close",
     r"no company": "not batched",
+    r"kept (?:prefix(?:es)?|KV)|KeptKV|KeptBytes|NamedKV": "lease",
 }
 FOLDERS = ("foreword", "docs", "dev", "benchmarks")
 SUFFIXES = {".py", ".md", ".js", ".html", ".cpp", ".h", ".css"}

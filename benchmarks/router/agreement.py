@@ -184,7 +184,7 @@ async def started(given: argparse.Namespace, stack: AsyncExitStack, fleet: Seque
     )
     listener = bind(config.server)
     url = url_of(listener)
-    router = await stack.enter_async_context(serving(config, listener, configured_replicas(config.router)))
+    router = await stack.enter_async_context(serving(listener, configured_replicas(config.router), Router(config)))
     began = time.monotonic()
     while len(router.healthy()) < len(fleet):
         if time.monotonic() - began > 60:

@@ -110,8 +110,8 @@ def load(kind: str, folder: str, layout: Layout, count: int) -> dict[str, float]
         await_clearing()
         began, wall = time.process_time(), time.perf_counter()
         loaded = engine_stores.load(plan, ROOT, keys, range(count), patient=True)
-        while not loaded.done:
-            time.sleep(0.0005)
+        assert loaded.task is not None
+        loaded.task.result()
         wall = time.perf_counter() - wall
         engine_stores.flush()
         spent = time.process_time() - began

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from foreword import __version__
@@ -10,13 +10,14 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 
 
-def add_routes(routes: Routes[Handler], render: Callable[[str], tuple[bytes, str]]) -> None:
-    """`render` gives the metrics and their media type for an `Accept` header."""
+def add_routes(routes: Routes[Handler], render: Callable[[str], Any]) -> None:
+    """`render` gives the metrics and their media type for an `Accept` header, or an awaitable of them."""
 
     @routes.add("GET", "/metrics", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
     async def metrics(call: Call) -> Answer:
         """The metrics for Prometheus."""
-        content, media_type = render(call.headers.get("accept", ""))
+        found = render(call.headers.get("accept", ""))
+        content, media_type = await found if isinstance(found, Awaitable) else found
         return Answer(200, content, {"content-type": media_type})
 
     @routes.add("GET", "/version", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")

@@ -35,22 +35,22 @@ class Quota:
 
 
 class Bucket:
-    """A token bucket that holds one minute's worth. It may be overdrawn."""
+    """A token bucket that holds one minute's worth. It may be overdrawn. `level_then` is its level `at` a time."""
 
-    __slots__ = ("_at", "_level", "_size")
+    __slots__ = ("_size", "at", "level_then")
 
     def __init__(self, size: float, now: float) -> None:
-        self._size, self._level, self._at = size, size, now
+        self._size, self.level_then, self.at = size, size, now
 
     def level(self, now: float) -> float:
         """The tokens in the bucket now."""
-        self._level = min(self._size, self._level + max(now - self._at, 0.0) * self._size / _MINUTE)
-        self._at = max(self._at, now)
-        return self._level
+        self.level_then = min(self._size, self.level_then + max(now - self.at, 0.0) * self._size / _MINUTE)
+        self.at = max(self.at, now)
+        return self.level_then
 
     def take(self, amount: float, now: float) -> None:
         """Take out `amount`, whether or not it is there."""
-        self._level = self.level(now) - amount
+        self.level_then = self.level(now) - amount
 
     def seconds_until(self, amount: float, now: float) -> float:
         """Seconds until the bucket holds `amount`."""
@@ -58,7 +58,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class _Account:
+class Account:
     """The state of one tenant."""
 
     requests: Bucket | None
@@ -99,7 +99,7 @@ class Quotas:
         self._quotas = dict(quotas or {})
         self._default = self._quotas.get(EVERYONE)
         self.limited = bool(self._quotas)
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+        self._accounts: OrderedDict[str, Account] = OrderedDict()
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> Quotas:
@@ -144,11 +144,11 @@ class Quotas:
         if account is not None:
             account.running -= 1
 
-    def _account(self, tenant: str, quota: Quota, now: float) -> _Account:
+    def _account(self, tenant: str, quota: Quota, now: float) -> Account:
         account = self._accounts.get(tenant)
         if account is None:
             self._forget_idle()
-            account = self._accounts[tenant] = _Account(_bucket(quota.requests, now), _bucket(quota.tokens, now))
+            account = self._accounts[tenant] = Account(_bucket(quota.requests, now), _bucket(quota.tokens, now))
         self._accounts.move_to_end(tenant)
         return account
 

@@ -66,6 +66,9 @@ class StoredResponses:
         self._bytes: Counter[bytes] = Counter()
         self._counts: Counter[bytes] = Counter()
         self._forgotten: Newest[bytes, float] = Newest(_TENANT_RESPONSES)
+        # Called with the owner, the id and the packed response that is added, and with the owner and the id of a removed one.
+        self.added: Callable[[bytes, str, bytes], object] = lambda owner, response_id, data: None
+        self.removed: Callable[[bytes, str], object] = lambda owner, response_id: None
 
     @property
     def used(self) -> int:
@@ -78,16 +81,22 @@ class StoredResponses:
         """Keep a response of the tenant with this salt, if it is not too large. `began`: when its request came, by the clock;
         if the tenant was forgotten since, it is not kept."""
         data = msgspec.msgpack.encode(StoredResponse(tuple(messages), body))
+        if self.keep(owner, response_id, data, began):
+            self.added(owner, response_id, data)
+
+    def keep(self, owner: bytes, response_id: str, data: bytes, began: float = math.inf) -> bool:
+        """Keep a packed response, as `add`. Whether it is kept."""
         compressed = len(data) <= _MOST_COMPRESSED
         data = zlib.compress(data, 1) if compressed else data
         response = _Packed(data, compressed, self._clock() + self._ttl)
         if response.size > self._memory * _TENANT_SHARE or began <= self._forgotten.get(owner, -math.inf):
-            return
+            return False
         self._drop((owner, response_id))
         self._make_room(owner, response.size)
         self._kept[owner, response_id] = response
         self._bytes[owner] += response.size
         self._counts[owner] += 1
+        return True
 
     def get(self, owner: bytes, response_id: str) -> StoredResponse:
         """Raises NotFound."""
@@ -106,6 +115,11 @@ class StoredResponses:
     def remove(self, owner: bytes, response_id: str) -> None:
         """Raises NotFound."""
         self.get(owner, response_id)
+        self._drop((owner, response_id))
+        self.removed(owner, response_id)
+
+    def discard(self, owner: bytes, response_id: str) -> None:
+        """Remove a response, if it is kept here."""
         self._drop((owner, response_id))
 
     def forget(self, owner: bytes) -> None:

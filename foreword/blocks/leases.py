@@ -1,12 +1,13 @@
-"""Kept prefixes: which ones, for how long, for whom, and within which budget. Pure: no I/O.
+"""Leases: KV that stays for later requests; which, for how long, for whom, and within which budget. Pure: no I/O.
 
-What is kept is out of the eviction order. One budget bounds all of it. A named prefix does not yield: its blocks are reserved
-before they are computed, and stay until it is removed. Retentions share what names leave. Each is known by the key of its last
+What is leased is out of the eviction order: on a device a lease has references to blocks, in stores its blocks are pinned. One
+budget in bytes bounds all of it. A lease with a name does not yield: its bytes are reserved before they are computed, and stay
+until the name is removed. The others, retentions, share what names leave. Each is known by its tenant and the key of its last
 block, so the same prefix is retained once, for a time after its last use. Tenants have equal rights; of one tenant's
 retentions, those with the lowest priority, then those unused for longest, make room for others.
 
 A retention never stands in the way of a request or of a name: its blocks are taken back (`yield_blocks`). It is known until
-it expires, and keeps blocks again when it is used again.
+it expires, and has blocks again when it is used again.
 """
 
 from __future__ import annotations
@@ -17,35 +18,48 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Generic, TypeVar
 
-from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
+from foreword.blocks.retention import Retention, RetentionAnswer
 
-_MAX_ENTRIES: Final = 16_384
+_MAX_LEASES: Final = 16_384
+
+# A block on a device, by its number; or one that stores pin, by its key.
+Block = TypeVar("Block", int, bytes)
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
-    """A prefix that is kept.
+class Lease(Generic[Block]):
+    """A prefix that is kept for later requests.
 
     Attributes:
+        tenant: its digest; empty, as root and keys are, in leases with a name, whose records say it.
         root: root key of its chain.
         keys: of its blocks.
-        expires: on the book's clock; infinite if it is kept until it is released.
-        blocks: device blocks that are kept; empty if they had to yield, or if this process never had them.
+        ttl: seconds from its last use to its end; None: it lasts until it is released.
+        expires: its end, on the book's clock.
+        used: its last use, as a number that grows.
         stored: it is kept in the stores too.
+        name: of the named prefix that it is of; empty for a retention.
+        reserved: blocks of a named one that are still to be computed.
+        blocks: what it has; nothing if it had to yield, or if this process never had it.
+        size: bytes of `blocks`.
     """
 
-    tenant: str
-    root: bytes
-    keys: Sequence[bytes]
-    tokens: int
-    ttl: float | None
-    priority: int
-    expires: float
-    used: int
-    stored: bool
-    blocks: Sequence[int] = field(default=())
+    tenant: str = ""
+    root: bytes = b""
+    keys: Sequence[bytes] = ()
+    tokens: int = 0
+    ttl: float | None = None
+    priority: int = 0
+    expires: float = math.inf
+    used: int = 0
+    stored: bool = False
+    name: str = ""
+    reserved: int = 0
+    blocks: Sequence[Block] = ()
+    size: int = 0
+    book: Leases[Block] | None = field(default=None, repr=False)
 
     @property
     def key(self) -> bytes:
@@ -56,31 +70,35 @@ class Lease:
         """The lowest rank yields first."""
         return self.ttl is None, self.priority, self.used
 
-
-class LeaseListener(Protocol):
-    """Is called when a retention begins, is used, or ends; under the book's lock, on any thread."""
-
-    def kept(self, one: Lease) -> None: ...
-    def dropped(self, one: Lease) -> None: ...
+    def end(self) -> None:
+        """Give back what a named prefix has, or was to have. Once is enough. From any thread."""
+        if self.book is not None:
+            self.book.end(self)
 
 
 @dataclass(slots=True)
-class _Tenant:
-    entries: dict[bytes, Lease] = field(default_factory=dict)
-    blocks: Counter[int] = field(default_factory=Counter)
+class _Account(Generic[Block]):
+    """A tenant's retentions, by the keys of their last blocks, and how many of them have each block."""
+
+    leases: dict[bytes, Lease[Block]] = field(default_factory=dict)
+    blocks: Counter[Block] = field(default_factory=Counter)
 
 
-class Leases:
-    """The kept prefixes of one engine. All methods may be called from any thread.
+class Leases(Generic[Block]):
+    """The leases of one engine. All methods may be called from any thread.
 
     Args:
-        budget: device blocks that may be kept.
-        tenant_budget: device blocks that one tenant's retentions may keep.
-        retain_budget: device blocks that all retentions may keep of the budget; None: all that names leave.
+        budget: bytes of all leases.
+        tenant_budget: bytes that one tenant's retentions may have.
+        block_bytes: bytes of a block.
+        retain_budget: bytes that all retentions may have of the budget; None: all that names leave.
         most: retentions of one tenant.
         longest: seconds; a longer ttl is clipped.
-        release: takes references to device blocks back. It must not block.
+        drop: takes blocks back that no lease has any more, once for each time that they were given. It must not block.
         clock: seconds that pass, from any time on.
+
+    Attributes:
+        changed: is called when a retention that is stored begins, is used, or has ended; under the book's lock, on any thread.
     """
 
     def __init__(
@@ -88,158 +106,154 @@ class Leases:
         budget: int,
         tenant_budget: int,
         *,
+        block_bytes: int,
         retain_budget: int | None = None,
         most: int = 128,
         longest: float = 86_400.0,
-        release: Callable[[Sequence[int]], None] = lambda blocks: None,
+        drop: Callable[[Sequence[Block]], None] = lambda blocks: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.budget = budget
-        self.tenant_budget = tenant_budget
-        self.retain_budget = budget if retain_budget is None else retain_budget
-        self.longest = longest
-        self.listener: LeaseListener | None = None
-        self._most = most
-        self._release = release
-        self._clock = clock
+        self.budget, self.block_bytes, self.longest = budget, block_bytes, longest
+        self.changed: Callable[[Lease[Any]], None] = lambda lease: None
+        self._tenant_budget = tenant_budget
+        self._retain_budget = budget if retain_budget is None else retain_budget
+        self._most, self._clock = most, clock
+        self._drop: Callable[[Sequence[Block]], None] = drop
         self._lock = threading.RLock()
-        self._tenants: dict[str, _Tenant] = {}
-        self.entries: dict[bytes, Lease] = {}
-        self._named: list[Reservation] = []
-        self._named_blocks: Counter[int] = Counter()
+        self._accounts: dict[str, _Account[Block]] = {}
+        self._named: list[Lease[Block]] = []
+        self._named_blocks: Counter[Block] = Counter()
+        self._count = 0  # of retentions
         self._uses = 0
         self._next_expiry = math.inf  # nothing expires earlier
 
     def __len__(self) -> int:
-        return len(self.entries)
+        """How many retentions there are."""
+        return self._count
 
-    def __contains__(self, one: Lease) -> bool:
-        return self.entries.get(one.key) is one
+    def __contains__(self, lease: Lease[Block]) -> bool:
+        account = self._accounts.get(lease.tenant)
+        return account is not None and account.leases.get(lease.key) is lease
 
     @property
-    def kept_blocks(self) -> int:
-        """Device blocks that the retentions of all tenants keep."""
+    def retained_bytes(self) -> int:
+        """Bytes that the retentions of all tenants have."""
         with self._lock:
-            return self._retained()
+            return self._retained() * self.block_bytes
 
     @property
-    def named_blocks(self) -> int:
-        """Device blocks that named prefixes keep."""
-        return len(self._named_blocks)
+    def named_bytes(self) -> int:
+        """Bytes that named prefixes have."""
+        return len(self._named_blocks) * self.block_bytes
 
     @property
     def free(self) -> int:
-        """Device blocks that further named prefixes may keep."""
+        """Bytes that further named prefixes may have."""
         with self._lock:
-            return self.budget - len(self._named_blocks) - sum(one.count for one in self._named)
+            return self.budget - (len(self._named_blocks) + sum(one.reserved for one in self._named)) * self.block_bytes
 
-    def of(self, tenant: str) -> list[Lease]:
+    def of(self, tenant: str) -> list[Lease[Block]]:
         """A tenant's retentions, the one that yields last at the end."""
         with self._lock:
-            known = self._tenants.get(tenant)
-            return sorted(known.entries.values(), key=lambda one: one.rank) if known else []
+            account = self._accounts.get(tenant)
+            return sorted(account.leases.values(), key=lambda one: one.rank) if account else []
 
-    def all(self) -> list[Lease]:
+    def all(self) -> list[Lease[Block]]:
+        """The retentions of all tenants."""
         with self._lock:
-            return list(self.entries.values())
+            return [one for account in self._accounts.values() for one in account.leases.values()]
 
     # Named prefixes
 
-    def reserve(self, count: int) -> Reservation | None:
-        """Room for a named prefix that is to be computed; retentions yield to it. None if other names leave too little."""
+    def reserve(self, name: str, count: int) -> Lease[Block] | None:
+        """Room for the blocks of a named prefix that is to be computed; retentions yield to it. None if other names leave too
+        little."""
         with self._lock:
-            if count > self.free:
+            if count * self.block_bytes > self.free:
                 return None
-            one = Reservation(count)
-            self._named.append(one)
+            lease = Lease[Block](name=name, reserved=count, book=self)
+            self._named.append(lease)
             while self._retained() > self._retainable():
-                most = max(self._tenants.values(), key=lambda one: len(one.blocks))
-                self._let_go(most.blocks, min((one for one in most.entries.values() if one.blocks), key=_rank))
-            return one
+                most = max(self._accounts.values(), key=lambda one: len(one.blocks))
+                self._let_go(most.blocks, min((one for one in most.leases.values() if one.blocks), key=_rank))
+            return lease
 
-    def fill(self, one: Reservation, blocks: Sequence[int]) -> None:
+    def fill(self, lease: Lease[Block], blocks: Sequence[Block]) -> None:
         """The blocks are computed, at most as many as were reserved. The book takes over one reference to each of them."""
         with self._lock:
-            if one not in self._named:
-                self._release(blocks)
+            if lease not in self._named:
+                self._drop(blocks)
                 return
-            one.count, one.blocks = 0, blocks
-            self._named_blocks.update(blocks)
+            lease.reserved = 0
+            self._have(self._named_blocks, lease, blocks)
 
-    def end(self, one: Reservation) -> None:
-        """Give back what a named prefix keeps, or was to keep. Once is enough."""
+    def end(self, lease: Lease[Block]) -> None:
+        """Give back what a named prefix has, or was to have. Once is enough."""
         with self._lock:
-            if one in self._named:
-                self._named.remove(one)
-                self._let_go(self._named_blocks, one)
+            if lease in self._named:
+                self._named.remove(lease)
+                self._let_go(self._named_blocks, lease)
 
-    # Keeping
+    # Retentions
 
     def retain(
         self,
         tenant: str,
         root: bytes,
         keys: Sequence[bytes],
-        blocks: Sequence[int],
+        blocks: Sequence[Block],
         wish: Retention,
         *,
         block_size: int,
         whole: bool,
     ) -> RetentionAnswer:
-        """Keep a prefix. The book takes over one reference to each of `blocks`, and releases those that it does not keep.
+        """Keep a prefix. The book takes over one reference to each of `blocks`, and drops those that it does not keep.
 
         Args:
             root: root key of the prefix.
-            keys: of the prefix's full blocks; `blocks`: the device blocks that continuing behind it needs.
+            keys: of the prefix's full blocks; `blocks`: those that continuing behind it needs.
+            block_size: tokens per key.
             whole: the blocks are useless without the last one, so the prefix cannot be clipped.
         """
         with self._lock:
             self.expire()
-            return self._retain(tenant, root, keys, blocks, self._clip_ttl(wish), block_size, whole)
+            ttl = None if wish.ttl is None else min(wish.ttl, self.longest)
+            new = Lease[Block](tenant, root, keys, 0, ttl, wish.priority, stored=wish.stored, book=self)
+            return self._retain(new, blocks, block_size, whole)
 
-    def _clip_ttl(self, wish: Retention) -> Retention:
-        if wish.ttl is None or wish.ttl <= self.longest:
-            return wish
-        return Retention(wish.end, self.longest, wish.priority, wish.stored)
-
-    def _retain(
-        self,
-        tenant: str,
-        root: bytes,
-        keys: Sequence[bytes],
-        blocks: Sequence[int],
-        wish: Retention,
-        size: int,
-        whole: bool,
-    ) -> RetentionAnswer:
-        owner = self._tenants.setdefault(tenant, _Tenant())
+    def _retain(self, new: Lease[Block], blocks: Sequence[Block], size: int, whole: bool) -> RetentionAnswer:
+        account = self._accounts.setdefault(new.tenant, _Account())
         self._uses += 1
-        rank = (wish.ttl is None, wish.priority, self._uses)
-        count, reason = self._room(owner, blocks, rank)
+        new.used = self._uses
+        count, reason = self._room(account, blocks, new.rank)
         if whole and count < len(blocks):
             count = 0
-        if not keys or not count:
-            self._release(blocks)
-            self._forget_empty(tenant)
+        if not new.keys or not count:
+            self._drop(blocks)
+            self._forget_empty(new.tenant)
             return RetentionAnswer("refused", 0, None, reason or f"shorter than a block of {size} tokens")
         clipped = count < len(blocks)
-        keys = keys[:count] if clipped else keys
-        full = self._count_refusal(owner, keys[-1], rank)
+        new.keys = new.keys[:count] if clipped else new.keys
+        new.tokens = len(new.keys) * size
+        full = self._count_refusal(account, new)
         if full:
-            self._release(blocks)
+            self._drop(blocks)
+            self._forget_empty(new.tenant)
             return RetentionAnswer("refused", 0, None, full)
-        self._release(blocks[count:])
-        one = self._enter(owner, tenant, root, keys, blocks[:count], wish, len(keys) * size)
-        self._make_room(owner, one)
-        return RetentionAnswer("clipped" if clipped else "accepted", one.tokens, one.ttl, reason if clipped else "")
+        self._drop(blocks[count:])
+        lease = self._enter(account, new)
+        self._have(account.blocks, lease, blocks[:count])
+        self._tell(lease)
+        self._make_room(account, lease)
+        return RetentionAnswer("clipped" if clipped else "accepted", lease.tokens, lease.ttl, reason if clipped else "")
 
-    def _room(self, owner: _Tenant, blocks: Sequence[int], rank: tuple[bool, int, int]) -> tuple[int, str]:
+    def _room(self, account: _Account[Block], blocks: Sequence[Block], rank: tuple[bool, int, int]) -> tuple[int, str]:
         """How many leading blocks of a prefix fit beside what ranks higher, and why not more."""
-        limit = self._limit(owner)
-        if sum(owner.blocks.get(block, 0) == 0 for block in blocks) + len(owner.blocks) <= limit:
+        limit = self._limit(account)
+        if sum(account.blocks.get(block, 0) == 0 for block in blocks) + len(account.blocks) <= limit:
             return len(blocks), ""
-        fixed: set[int] = set()
-        for one in owner.entries.values():
+        fixed: set[Block] = set()
+        for one in account.leases.values():
             if one.rank > rank:
                 fixed.update(one.blocks)
         room = limit - len(fixed)
@@ -249,118 +263,113 @@ class Leases:
             if room < 0:
                 break
             count += 1
-        reason = f"the budget of {limit} blocks is spent" if fixed else f"longer than the budget of {limit} blocks"
+        size = limit * self.block_bytes
+        reason = f"the budget of {size:,} bytes is spent" if fixed else f"longer than the budget of {size:,} bytes"
         return count, "" if count == len(blocks) else reason
 
     def _retained(self) -> int:
-        return sum(len(one.blocks) for one in self._tenants.values())
+        return sum(len(one.blocks) for one in self._accounts.values())
 
     def _retainable(self) -> int:
-        return min(self.retain_budget, self.free)
+        """Blocks that all retentions may have."""
+        return min(self._retain_budget, self.free) // self.block_bytes
 
-    def _limit(self, owner: _Tenant) -> int:
-        """Blocks that a tenant may keep: what others leave, and at least an equal share."""
-        using = [len(one.blocks) for one in self._tenants.values() if one is not owner and one.blocks]
+    def _limit(self, account: _Account[Block]) -> int:
+        """Blocks that a tenant may have: what others leave, and at least an equal share."""
+        using = [len(one.blocks) for one in self._accounts.values() if one is not account and one.blocks]
         budget = self._retainable()
-        return min(self.tenant_budget, max(budget - sum(using), budget // (len(using) + 1)))
+        share = max(budget - sum(using), budget // (len(using) + 1))
+        return min(self._tenant_budget // self.block_bytes, share)
 
-    def _count_refusal(self, owner: _Tenant, key: bytes, rank: tuple[bool, int, int]) -> str:
+    def _count_refusal(self, account: _Account[Block], new: Lease[Block]) -> str:
         """Make room for one more retention of a tenant. Why that is impossible, if it is."""
-        if key in owner.entries:
+        if new.key in account.leases:
             return ""
-        if len(owner.entries) >= self._most:
-            lowest = min(owner.entries.values(), key=lambda one: one.rank)
-            if lowest.rank > rank:
+        if len(account.leases) >= self._most:
+            lowest = min(account.leases.values(), key=_rank)
+            if lowest.rank > new.rank:
                 return f"all {self._most} retentions have a higher priority"
-            self._drop(lowest)
-        return f"the engine has {_MAX_ENTRIES} retentions already" if len(self.entries) >= _MAX_ENTRIES else ""
+            self._end(lowest)
+        return f"the engine has {_MAX_LEASES} retentions already" if self._count >= _MAX_LEASES else ""
 
-    def _enter(
-        self,
-        owner: _Tenant,
-        tenant: str,
-        root: bytes,
-        keys: Sequence[bytes],
-        blocks: Sequence[int],
-        wish: Retention,
-        tokens: int,
-    ) -> Lease:
-        known = owner.entries.get(keys[-1])
-        expires = math.inf if wish.ttl is None else self._clock() + wish.ttl
-        self._next_expiry = min(self._next_expiry, expires)
-        self._tenants[tenant] = owner
+    def _enter(self, account: _Account[Block], new: Lease[Block]) -> Lease[Block]:
+        """The lease that is known with the same last block, which takes over what is new; or the new one."""
+        new.expires = math.inf if new.ttl is None else self._clock() + new.ttl
+        self._next_expiry = min(self._next_expiry, new.expires)
+        known = account.leases.get(new.key)
         if known is None:
-            known = Lease(tenant, root, keys, tokens, wish.ttl, wish.priority, expires, self._uses, wish.stored)
-            owner.entries[known.key] = self.entries[known.key] = known
-        else:
-            self._let_go(owner.blocks, known)
-            if expires >= known.expires:
-                known.ttl, known.expires = wish.ttl, expires
-            known.priority, known.stored = max(known.priority, wish.priority), known.stored or wish.stored
-            known.used = self._uses
-        known.blocks = tuple(blocks)
-        owner.blocks.update(known.blocks)
-        if self.listener is not None and known.stored:
-            self.listener.kept(known)
+            self._add(account, new)
+            return new
+        self._let_go(account.blocks, known)
+        if new.expires >= known.expires:
+            known.ttl, known.expires = new.ttl, new.expires
+        known.priority, known.stored = max(known.priority, new.priority), known.stored or new.stored
+        known.used = new.used
         return known
 
-    def _make_room(self, owner: _Tenant, new: Lease) -> None:
-        """Drop what ranks lowest until all budgets hold."""
-        limit = self._limit(owner)
-        while len(owner.blocks) > limit:
-            self._drop(min((one for one in owner.entries.values() if one is not new and one.blocks), key=_rank))
+    def _add(self, account: _Account[Block], lease: Lease[Block]) -> None:
+        self._accounts[lease.tenant] = account
+        account.leases[lease.key] = lease
+        self._count += 1
+
+    def _make_room(self, account: _Account[Block], new: Lease[Block]) -> None:
+        """End what ranks lowest until all budgets hold."""
+        limit = self._limit(account)
+        while len(account.blocks) > limit:
+            self._end(min((one for one in account.leases.values() if one is not new and one.blocks), key=_rank))
         while self._retained() > self._retainable():
-            most = max((one for one in self._tenants.values() if one is not owner), key=lambda one: len(one.blocks))
-            self._drop(min((one for one in most.entries.values() if one.blocks), key=_rank))
+            most = max((one for one in self._accounts.values() if one is not account), key=lambda one: len(one.blocks))
+            self._end(min((one for one in most.leases.values() if one.blocks), key=_rank))
 
     # Use and end
 
-    def on_path(self, keys: Iterable[bytes]) -> list[Lease]:
-        """The retentions that a prompt with these block keys passes, the shortest first. They count as used."""
-        if not self.entries:
+    def on_path(self, tenant: str, keys: Iterable[bytes]) -> list[Lease[Block]]:
+        """A tenant's retentions that a prompt with these block keys passes, the shortest first. They count as used."""
+        if tenant not in self._accounts:
             return []
         with self._lock:
             self.expire()
-            found = [one for key in keys if (one := self.entries.get(key)) is not None]
+            found = self._along(tenant, keys)
             for one in found:
                 self._uses += 1
                 one.used = self._uses
                 if one.ttl is not None:
                     one.expires = self._clock() + one.ttl
-                if self.listener is not None and one.stored:
-                    self.listener.kept(one)
+                self._tell(one)
             return found
 
-    def adopt(self, one: Lease) -> bool:
-        """Enter a retention of another process, which has no blocks on this device yet. False if the tenant has too many."""
+    def _along(self, tenant: str, keys: Iterable[bytes]) -> list[Lease[Block]]:
+        account = self._accounts.get(tenant, _Account[Block]())
+        return [one for key in keys if (one := account.leases.get(key)) is not None]
+
+    def adopt(self, lease: Lease[Block]) -> bool:
+        """Enter a retention of another process, which has no blocks here yet. False if the tenant has too many."""
         with self._lock:
-            known = self.entries.get(one.key)
+            account = self._accounts.get(lease.tenant, _Account[Block]())
+            known = account.leases.get(lease.key)
             if known is not None:
-                known.expires = max(known.expires, one.expires)
+                known.expires = max(known.expires, lease.expires)
                 return True
-            owner = self._tenants.setdefault(one.tenant, _Tenant())
-            if len(owner.entries) >= self._most or len(self.entries) >= _MAX_ENTRIES:
-                self._forget_empty(one.tenant)
+            if len(account.leases) >= self._most or self._count >= _MAX_LEASES:
                 return False
-            owner.entries[one.key] = self.entries[one.key] = one
-            self._next_expiry = min(self._next_expiry, one.expires)
+            self._add(account, lease)
+            self._next_expiry = min(self._next_expiry, lease.expires)
             return True
 
     def yield_blocks(self) -> bool:
-        """Give up the device blocks of the retention with the lowest rank. False if no retention has blocks."""
+        """Give up the blocks of the retention with the lowest rank. False if no retention has blocks."""
         with self._lock:
-            holding = [one for one in self.entries.values() if one.blocks]
-            if holding:
-                one = min(holding, key=_rank)
-                self._let_go(self._tenants[one.tenant].blocks, one)
-            return bool(holding)
+            lowest = min((one for one in self.all() if one.blocks), key=_rank, default=None)
+            if lowest is not None:
+                self._let_go(self._accounts[lowest.tenant].blocks, lowest)
+            return lowest is not None
 
-    def release(self, tenant: str, keys: Iterable[bytes]) -> list[Lease]:
+    def release(self, tenant: str, keys: Iterable[bytes]) -> list[Lease[Block]]:
         """End a tenant's retentions along a chain of keys."""
         with self._lock:
-            found = [one for key in keys if (one := self.entries.get(key)) is not None and one.tenant == tenant]
+            found = self._along(tenant, keys)
             for one in found:
-                self._drop(one)
+                self._end(one)
             return found
 
     def expire(self) -> None:
@@ -369,31 +378,40 @@ class Leases:
             now = self._clock()
             if now < self._next_expiry:
                 return
-            for one in [one for one in self.entries.values() if one.expires <= now]:
-                self._drop(one)
-            self._next_expiry = min((one.expires for one in self.entries.values()), default=math.inf)
+            for one in [one for one in self.all() if one.expires <= now]:
+                self._end(one)
+            self._next_expiry = min((one.expires for one in self.all()), default=math.inf)
 
-    def _drop(self, one: Lease) -> None:
-        owner = self._tenants[one.tenant]
-        self._let_go(owner.blocks, one)
-        del owner.entries[one.key], self.entries[one.key]
-        self._forget_empty(one.tenant)
-        if self.listener is not None and one.stored:
-            self.listener.dropped(one)
+    def _end(self, lease: Lease[Block]) -> None:
+        account = self._accounts[lease.tenant]
+        self._let_go(account.blocks, lease)
+        del account.leases[lease.key]
+        self._count -= 1
+        self._forget_empty(lease.tenant)
+        self._tell(lease)
 
-    def _let_go(self, held: Counter[int], one: Lease | Reservation) -> None:
-        blocks, one.blocks = one.blocks, ()
+    def _tell(self, lease: Lease[Block]) -> None:
+        if lease.stored:
+            self.changed(lease)
+
+    def _have(self, counted: Counter[Block], lease: Lease[Block], blocks: Sequence[Block]) -> None:
+        lease.blocks, lease.size = tuple(blocks), len(blocks) * self.block_bytes
+        counted.update(lease.blocks)
+
+    def _let_go(self, counted: Counter[Block], lease: Lease[Block]) -> None:
+        blocks, lease.blocks, lease.size = lease.blocks, (), 0
         for block in blocks:
-            held[block] -= 1
-            if not held[block]:
-                del held[block]
+            counted[block] -= 1
+            if not counted[block]:
+                del counted[block]
         if blocks:
-            self._release(blocks)
+            self._drop(blocks)
 
     def _forget_empty(self, tenant: str) -> None:
-        if not self._tenants[tenant].entries:
-            del self._tenants[tenant]
+        account = self._accounts.get(tenant)
+        if account is not None and not account.leases:
+            del self._accounts[tenant]
 
 
-def _rank(one: Lease) -> tuple[bool, int, int]:
-    return one.rank
+def _rank(lease: Lease[Any]) -> tuple[bool, int, int]:
+    return lease.rank

@@ -22,21 +22,19 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.keys import KEY_BYTES, Scope, TokenChain
+from foreword.blocks.partial_blocks import PartialBlocks
 from foreword.blocks.pool import BlockPool
 from foreword.blocks.public import PublicBlocks, roots_behind
 from foreword.blocks.resume import GroupKind, KVGroup, longest_resumable
 from foreword.blocks.salt import NO_SALT, PUBLIC, Salt
-from foreword.errors import ConfigError, IntegrityError
+from foreword.errors import ConfigError
 
-MAX_PARTIAL_BLOCKS = 4096
 MAX_GROUPS = 256
 _SUFFIXES = [bytes([number]) for number in range(MAX_GROUPS)]
 # In a window group's table: a block before the window, which the sequence does not hold.
@@ -182,9 +180,7 @@ class PrefixCache:
         self._lookahead = lookahead_blocks * len(self.groups)
         self._on_published = on_published
         self.root = lru_cache(1024)(lambda salt: self.scope(salt).root())  # of a salt's chains
-        # Partly filled blocks: parent key -> (a block of each group, its tokens, the root), least recently noted first.
-        self._partials: OrderedDict[bytes, tuple[tuple[int, ...], array[int], bytes]] = OrderedDict()
-        self._partial_parents: dict[int, bytes] = {}
+        self._partials = PartialBlocks()
 
     def open(self, tokens: Iterable[int], *, salt: Salt = NO_SALT, extras: Sequence[bytes] = ()) -> BlockTable:
         """A table for a new sequence. It has no blocks yet."""
@@ -223,10 +219,10 @@ class PrefixCache:
 
     def _find_partial(self, table: BlockTable, depth: int) -> tuple[tuple[int, ...], int]:
         """Partly filled blocks after the table's first `depth` blocks. The sequence's last token is always recomputed."""
-        known = self._partials.get(table.chain.own_before(depth))
+        known = self._partials.find(table.chain.own_before(depth))
         if known is None:
             return (-1,), 0
-        blocks, held, _ = known
+        blocks, held = known
         start = depth * self.block_size
         wanted = table.chain.tokens[start : min(start + self.block_size, len(table) - 1)]
         same = common_prefix_length(wanted, held)
@@ -412,10 +408,8 @@ class PrefixCache:
         blocks = self.pool.allocate(count + self._lookahead, owner) if self._lookahead and ahead else None
         if blocks is None:
             blocks = self.pool.allocate(count, owner)
-        if blocks is not None and self._partial_parents:
-            for block in blocks:
-                if block in self._partial_parents:
-                    self._forget_partial(self._partial_parents[block])
+        if blocks is not None and self._partials:
+            self._partials.taken(blocks)
         return blocks
 
     def _own_public(self, table: BlockTable, start: int) -> None:
@@ -450,20 +444,8 @@ class PrefixCache:
         key, blocks = table.chain.own_before(depth), tuple(group[depth] for group in table.groups)
         if depth < table.published and any(self.pool.key(block) is None for block in blocks):
             return  # the block was shared from a sequence whose step failed: it was retracted and is empty
-        for block in blocks:
-            if block in self._partial_parents:
-                self._forget_partial(self._partial_parents[block])
-        if key in self._partials:
-            self._forget_partial(key)
-        elif len(self._partials) >= MAX_PARTIAL_BLOCKS:
-            self._forget_partial(next(iter(self._partials)))
         start = depth * self.block_size
-        self._partials[key] = (blocks, table.chain.tokens[start : start + held], table.chain.root)
-        self._partial_parents.update(dict.fromkeys(blocks, key))
-
-    def _forget_partial(self, parent: bytes) -> None:
-        for block in self._partials.pop(parent)[0]:
-            del self._partial_parents[block]
+        self._partials.note(key, blocks, table.chain.tokens[start : start + held], table.chain.root)
 
     def retract(self, table: BlockTable, num_blocks: int) -> None:
         """Unpublish the table's blocks from number `num_blocks` on, because their KV was never computed."""
@@ -511,7 +493,7 @@ class PrefixCache:
         """Drop all cached blocks that are not in use, or those of a salt, without a client's salt those of the whole tenant.
         Returns their number."""
         owner = b"" if salt is None else salt.prefix
-        self._forget_partials(owner)
+        self._partials.forget_chains(owner)
         return self.pool.clear(owner)
 
     def unused(self, keys: Sequence[bytes]) -> Sequence[bytes]:
@@ -526,8 +508,8 @@ class PrefixCache:
     def retire(self, keys: Sequence[bytes], *, drop: bool = False) -> int:
         """Blocks of one chain, in order, of which nothing is expected any more go before all others of their tenant, or at once
         (`BlockPool.retire`). Returns how many there are, in all groups."""
-        for key in self._partials.keys() & set(keys) if drop else ():
-            self._forget_partial(key)
+        if drop:
+            self._partials.forget(keys)
         groups = range(len(self.groups))
         return sum(self.pool.retire([group_key(number, key) for key in keys], drop=drop) for number in groups)
 
@@ -535,20 +517,14 @@ class PrefixCache:
         """Drop all cached blocks of the chains with this root key: no lookup finds them, those in use neither. If it is that of
         public blocks, drop everything, since any chain may continue them."""
         root = roots_behind(root)
-        self._forget_partials(root)
+        self._partials.forget_chains(root)
         self.pool.retract(self.pool.in_use(root))
         self.pool.clear(root)
-
-    def _forget_partials(self, owner: bytes) -> None:
-        for parent in [key for key, (_, _, root) in self._partials.items() if root.startswith(owner)]:
-            self._forget_partial(parent)
 
     def check(self) -> None:
         """Verify the invariants of the pool and of the partial blocks. Raises IntegrityError."""
         self.pool.check()
-        blocks = {block: key for key, (group, _, _) in self._partials.items() for block in group}
-        if blocks != self._partial_parents:
-            raise IntegrityError("prefix cache: broken invariant: a noted partial block and its key know each other")
+        self._partials.check()
 
 
 def _check_groups(groups: Sequence[KVGroup], block_size: int) -> None:

@@ -1,8 +1,7 @@
-"""What a request asks to keep, and what became of it (`blocks/leases.py` keeps it)."""
+"""What a request asks to keep, and what became of it (`blocks/leases.py` is the book)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -43,16 +42,3 @@ class RetentionAnswer:
     tokens: int
     ttl: float | None = None
     reason: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """The share of the budget that a named prefix takes.
-
-    Attributes:
-        count: device blocks that are still to be computed; 0 from `Leases.fill` on.
-        blocks: device blocks that are kept.
-    """
-
-    count: int
-    blocks: Sequence[int] = ()

@@ -12,8 +12,10 @@ from typing import Any, Final
 from uuid import uuid4
 
 from foreword.cli.probe import NoAnswer, ProbeAnswer, ProbedServer, body_of, error_of, new_prompt
-from foreword.observability.scrape import Kind, Scrape
+from foreword.observability.scrape import Kind, Scrape, metric
+from foreword.offload.counters import LookupCounts, OffloadStatus
 from foreword.store.background import at_once
+from foreword.store.tier_counters import TierCounters
 
 _WRITE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
@@ -27,27 +29,15 @@ _REPLICAS: Final = 4
 # Policies that place a prompt without a look at what is cached.
 _BLIND: Final = ("random", "round-robin", "least-loaded", "least-tokens")
 # What a server and vLLM's connector call the same counters.
-_NAMES: Final = {
-    "server": {
-        "written": "foreword:tier_written_blocks_total",
-        "errors": "foreword:tier_errors_total",
-        "refused": "foreword:tier_refused_blocks_total",
-        "dropped": "foreword:store_dropped_blocks_total",
-        "lookups": "foreword:store_lookups_total",
-        "declined": "foreword:store_declined_loads_total",
-        "cut": "foreword:store_cut_loads_total",
-        "stopped": "foreword:store_stopped_loads_total",
-    },
-    "vllm": {
-        "written": "vllm:foreword_saved_blocks_total",
-        "errors": "vllm:foreword_errors_total",
-        "refused": "",
-        "dropped": "vllm:foreword_dropped_blocks_total",
-        "lookups": "vllm:foreword_request_lookups_total",
-        "declined": "vllm:foreword_loads_declined_total",
-        "cut": "vllm:foreword_loads_cut_total",
-        "stopped": "vllm:foreword_loads_stopped_total",
-    },
+_COUNTERS: Final = {
+    "written": (TierCounters, "written_blocks"),
+    "errors": (TierCounters, "errors"),
+    "refused": (TierCounters, "refused"),
+    "dropped": (OffloadStatus, "dropped"),
+    "lookups": (LookupCounts, "lookups"),
+    "declined": (OffloadStatus, "declined"),
+    "cut": (OffloadStatus, "cut"),
+    "stopped": (OffloadStatus, "stopped"),
 }
 _STATES: Final = {
     "off": ("is off: calls fail, see the log of the server", "the store's URL, or the server or disk behind it"),
@@ -235,7 +225,7 @@ class ServerChecks(Checks):
     def __init__(self, target: ProbedServer, kind: Kind, *, reset: bool = False) -> None:
         super().__init__(target)
         self.vllm, self.vllm_paths, self._reset = kind == "vllm", kind == "vllm", reset
-        self._names = _NAMES[kind]
+        self._names = {what: metric(kind, *counter) for what, counter in _COUNTERS.items()}
 
     def results(self) -> Iterator[CheckResult]:
         yield from self.ready()
@@ -254,7 +244,7 @@ class ServerChecks(Checks):
     def count(self, what: str, metrics: Scrape, **labels: str) -> float:
         """How much a counter has grown since the first probe."""
         name = self._names[what]
-        return metrics.total(name, **labels) - self.before.total(name, **labels) if name else 0.0
+        return metrics.total(name, **labels) - self.before.total(name, **labels)
 
     def next_step(self) -> None:
         """vLLM publishes what its connector has counted with its next step."""

@@ -36,6 +36,7 @@ _EXTRAS: Final = {
     "serve": "serve",
     "route": "route",
     "top": "top",
+    "explain": "explain",
     "effective": "route",
     "doctor": "serve",
     "keys": "integrity",

@@ -19,7 +19,9 @@ from foreword.cli.commands import described
 from foreword.cli.server_client import check_url
 from foreword.config_layers import read_secret
 from foreword.errors import ConfigError, reason_of
-from foreword.observability.scrape import Kind, Period, Scrape
+from foreword.observability.scrape import COUNTED, Kind, Period, Scrape, metric
+from foreword.offload.counters import OffloadStatus
+from foreword.store.tier_counters import TierCounters
 
 if TYPE_CHECKING:
     import aiohttp
@@ -31,17 +33,15 @@ _ANSWER_SECONDS: Final = 5.0
 # Scrapes that are kept of each server, evenly over the period that is shown.
 _KEPT: Final = 4
 _NAMES: Final[dict[Kind, str]] = {"vllm": "vLLM", "sglang": "SGLang", "server": "Foreword", "router": "router"}
-# Names of tiers' metrics, a prefix and the rest: bytes read and written, blocks found, missed and damaged.
-_OF_CONNECTORS: Final = (
-    *("loaded_bytes_total", "saved_bytes_total"),
-    *("loaded_blocks_total", "missed_blocks_total", "corrupt_blocks_total"),
-)
-_OF_SERVERS: Final = (
-    *("read_bytes_total", "written_bytes_total"),
-    *("hit_blocks_total", "missed_blocks_total", "bad_blocks_total"),
-)
-_TIERS: Final = {"vllm:foreword_": _OF_CONNECTORS, "sglang:foreword_": _OF_CONNECTORS, "foreword:tier_": _OF_SERVERS}
-_DROPPED: Final = ("vllm:foreword_dropped_blocks_total", "foreword:store_dropped_blocks_total")
+# Names of tiers' metrics, by the kind of a server.
+_TIERS: Final = {
+    kind: {
+        name: metric(kind, TierCounters, name)
+        for name in ("read_bytes", "written_bytes", "hit_blocks", "missed_blocks", "bad")
+    }
+    for kind in COUNTED
+}
+_DROPPED: Final = tuple(metric(kind, OffloadStatus, "dropped") for kind in COUNTED)
 # States of tiers that are problems: rank, 0 for the worst, and a sentence.
 _BAD_STATES: Final = {
     "off": (1, "is skipped after repeated errors"),
@@ -220,20 +220,20 @@ def _server_row(url: str, kind: Kind, period: Period) -> ServerRow:
 
 def _tier_rows(url: str, period: Period) -> Iterator[TierRow]:
     now, states = period.after, period.after.tier_states()
-    for prefix, (read, written, found, missed, damaged) in _TIERS.items():
-        for tier in sorted({*now.by("tier", prefix + found), *now.by("tier", prefix + written)}):
-            hits = period.grown(prefix + found, tier=tier)
+    for names in _TIERS.values():
+        for tier in sorted({*now.by("tier", names["hit_blocks"]), *now.by("tier", names["written_bytes"])}):
+            hits = period.grown(names["hit_blocks"], tier=tier)
             bad = sorted(states.get(tier, set()) - {"ok"}, key=lambda state: _BAD_STATES.get(state, (9, ""))[0])
             yield TierRow(
                 url,
                 tier,
                 bad[0] if bad else "ok",
-                period.rate(prefix + read, tier=tier),
-                period.rate(prefix + written, tier=tier),
-                _share(hits, hits + period.grown(prefix + missed, tier=tier)),
-                period.grown(prefix + damaged, tier=tier),
-                now.by("tier", f"{prefix}bytes").get(tier),
-                now.by("tier", f"{prefix}budget_bytes").get(tier),
+                period.rate(names["read_bytes"], tier=tier),
+                period.rate(names["written_bytes"], tier=tier),
+                _share(hits, hits + period.grown(names["missed_blocks"], tier=tier)),
+                period.grown(names["bad"], tier=tier),
+                now.by("tier", "foreword:tier_bytes").get(tier),
+                now.by("tier", "foreword:tier_budget_bytes").get(tier),
             )
 
 

@@ -12,14 +12,14 @@ from foreword.conformance.calls import call_from_threads, calls_of
 from foreword.conformance.frames import make_frames, names_of, read, soon, whole
 from foreword.errors import StoreTimeout, StoreUnavailable
 from foreword.store.base import MISSING, Store
-from foreword.store.frame import Frame, Header, check, frame
+from foreword.store.frame import Frame, UnreadBlock, check, frame
 from foreword.store.memory.memory_store import MemoryStore
 
 Holding = Callable[[Sequence[Frame]], Store]
 
 
-def _unread(one: Frame) -> Header:
-    return Header.unread(one.name, one.header.length)
+def _unread(one: Frame) -> UnreadBlock:
+    return UnreadBlock(one.name, one.name, one.header.length)
 
 
 class ReadContract:

@@ -23,7 +23,7 @@ from foreword.conformance.frames import (
 )
 from foreword.errors import StoreUnavailable
 from foreword.store.base import ReservedSlots, Store
-from foreword.store.frame import Frame, Header
+from foreword.store.frame import Frame, UnreadBlock
 
 
 def reserve(store: Store, frames: Sequence[Frame]) -> ReservedSlots:
@@ -195,7 +195,10 @@ class ReserveContract:
         for low in (0, 4):
             part = chain[low : low + 4]
             guesses = [b"", draw.choice(names), names[low - 1], draw.choice(names)]
-            headers = [Header.unread(one.name, SMALL_PAYLOAD, guess) for one, guess in zip(part, guesses, strict=True)]
+            headers = [
+                UnreadBlock(one.name, guess or one.name, SMALL_PAYLOAD)
+                for one, guess in zip(part, guesses, strict=True)
+            ]
             reserved = small_reserving.reserve(headers, unread=True, deadline=soon())
             write(reserved, part)
             assert small_reserving.publish(reserved) == 4
@@ -207,7 +210,7 @@ class ReserveContract:
         """Slots for blocks that are read from another store end at the first that gets none: nothing is evicted for others."""
         old, new = make_frames(140, 6, SMALL_PAYLOAD), make_frames(141, 4, SMALL_PAYLOAD)
         put_all(small_reserving, old)
-        headers = [Header.unread(name, SMALL_PAYLOAD) for name in names_of(new)]
+        headers = [UnreadBlock(name, name, SMALL_PAYLOAD) for name in names_of(new)]
         first = small_reserving.reserve(headers[1:2], unread=True, deadline=soon())
         reserved = small_reserving.reserve(headers, unread=True, deadline=soon())
         assert (list(first.positions), list(reserved.positions), reserved.full) == ([0], [0], False)

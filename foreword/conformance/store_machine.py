@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from foreword.conformance.frames import SMALL_BYTES, SMALL_PAYLOAD, make_frames, names_of, put_all, read, soon
 from foreword.store.base import Name, ReservedSlots, Store
-from foreword.store.frame import Frame, Header
+from foreword.store.frame import Frame, UnreadBlock
 
 _TRUNK = make_frames(200, 2, SMALL_PAYLOAD)
 _CHAINS: tuple[tuple[Frame, ...], ...] = (
@@ -80,8 +80,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.reserves)
     @rule(part=_parts, unread=st.booleans())
     def reserve(self, part: Sequence[Frame], unread: bool) -> None:
-        known = [Header.unread(one.name, one.header.length) if unread else one.header for one in part]
-        reserved = self.store.reserve(known, unread=unread, deadline=soon())
+        blocks = [UnreadBlock(one.name, one.name, one.header.length) for one in part]
+        reserved = self.store.reserve(
+            blocks if unread else [one.header for one in part], unread=unread, deadline=soon()
+        )
         mine = [part[at] for at in reserved.positions]
         asked = names_of(part)
         if unread:  # a reservation of blocks that are read ends at the first without a slot

@@ -1,13 +1,11 @@
-"""The last half hour of the metrics, in a ring buffer, so that the page has data to draw when it is opened."""
+"""The last hour of the metrics, in a ring buffer, so that the page has data to draw when it is opened."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,8 +13,8 @@ from prometheus_client.metrics_core import Metric
 
 from foreword.tasks import log_failure
 
-SAMPLE_SECONDS = 5.0
-KEEP_SECONDS = 1800.0
+SAMPLE_SECONDS = 10.0
+KEEP_SECONDS = 3600.0
 # Labels may be unbounded. A server with four tiers has about 120 series.
 MAX_SERIES = 1024
 
@@ -57,9 +55,9 @@ class MetricsHistory:
         self._families = families
         self._clock = clock
         self._columns: dict[tuple[str, Labels], int] = {}
-        self._samples: deque[tuple[float, array[float]]] = deque(maxlen=int(KEEP_SECONDS / SAMPLE_SECONDS))
+        # Only `take` changes it, one call at a time. It is replaced as a whole, so a reader sees samples that belong together.
+        self._samples: tuple[tuple[float, array[float]], ...] = ()
         self._on_loop = on_loop
-        self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def take(self) -> None:
@@ -74,8 +72,7 @@ class MetricsHistory:
                 column = self._columns[name, labels] = len(self._columns)
                 row.append(math.nan)
             row[column] = value if math.isnan(row[column]) else row[column] + value
-        with self._lock:
-            self._samples.append((self._clock(), row))
+        self._samples = (*self._samples[1 - int(KEEP_SECONDS / SAMPLE_SECONDS) :], (self._clock(), row))
 
     def keep_sampling(self) -> None:
         """Take a sample every few seconds while the running event loop runs. Repeated calls have no effect."""
@@ -101,8 +98,7 @@ class MetricsHistory:
     def plain(self) -> dict[str, Any]:
         """As JSON: `series` are `[name, labels]`. `values` has a row per time with a number (or null) per series; a row may be
         shorter than `series`."""
-        with self._lock:
-            samples = list(self._samples)
+        samples = self._samples
         return {
             "every": SAMPLE_SECONDS,
             "series": [[name, dict(labels)] for name, labels in list(self._columns)],

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from foreword.blocks.layout import BlockUnits, Layout
 from foreword.blocks.resume import GroupKind, KVGroup
@@ -21,6 +21,9 @@ from foreword.store.tiered import TieredStore
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
+
+
+Done = TypeVar("Done")
 
 
 class EngineStores(OffloadManager):
@@ -76,15 +79,14 @@ class EngineStores(OffloadManager):
             load.patient = False
             load.deadline = min(load.deadline, time.monotonic() + max(load.tokens * per_token, MIN_PATIENCE))
 
-    def pin(self, root: bytes, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
-        """Pin or unpin blocks of a KV group in every tier. What waits to be written is written first."""
-        names = self.units[group].names(root, keys)
+    def after_writes(self, work: Callable[[], Done]) -> Future[Done]:
+        """Do something once what waits to be written is written."""
 
-        def work() -> int:
+        def both() -> Done:
             self.flush_writes(WRITE_TIMEOUT)
-            return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + WRITE_TIMEOUT)
+            return work()
 
-        return self.later(work)
+        return self.later(both)
 
     def erasing(self, roots: Sequence[bytes], timeout: float = 5.0) -> AbstractContextManager[int]:
         """The stores are swept inside of chains whose roots begin with one of these bytes. Drops what waits to be written of

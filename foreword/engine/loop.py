@@ -274,7 +274,7 @@ class EngineCore:
         total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
         table = self.cache.open(request.tokens, salt=request.salt)
         sequence = SequenceState(request, table, seed, total, arrived=time.monotonic())
-        if request.retain or request.named or self.leases.book.entries:
+        if request.retain or request.named or len(self.leases.book):
             sequence.leases = self.leases.open(request)
         sequence.bad_words = self._tokenizer.bad_words(params.bad_words) if params.bad_words else ()
         sequence.constraint = None if compiled is None else compiled.open()

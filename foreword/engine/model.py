@@ -97,7 +97,7 @@ class LoadedModel:
     namespace: bytes = b""
     earlier: bytes = b""
 
-    def runner(self, num_blocks: int, block_size: int, *, share_prefixes: bool = True) -> TorchRunner:
+    def runner(self, num_blocks: int, block_size: int) -> TorchRunner:
         """The runner of its steps, with KV memory of its own for a number of blocks of `block_size` tokens."""
         return TorchRunner(
             self.model,
@@ -105,7 +105,6 @@ class LoadedModel:
             self.kv_dtype,
             num_blocks,
             block_size,
-            share_prefixes=share_prefixes,
             kernels=self.kernels,
             triton=self.triton,
             choice=self.choice,

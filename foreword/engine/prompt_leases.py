@@ -1,5 +1,5 @@
-"""Keeps prefixes of prompts while they are computed: those of cache control, and named ones. On the engine's thread, except for
-what says otherwise."""
+"""Leases of a device: takes references to the blocks of prompts while these are computed, for cache control and for named
+prefixes. On the engine's thread, except for what says otherwise."""
 
 from __future__ import annotations
 
@@ -7,29 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from foreword.blocks.leases import Leases
+from foreword.blocks.leases import Lease, Leases
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
+from foreword.blocks.retention import Retention, RetentionAnswer
 from foreword.blocks.salt import tenant_digest
 from foreword.engine.request import Request
 from foreword.errors import PrefixBudgetExceeded
-
-
-class NamedKV:
-    """The KV of one version of a named prefix on the device. From any thread."""
-
-    def __init__(self, kept: EngineLeases, reservation: Reservation) -> None:
-        self.reservation = reservation
-        self._kept = kept
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of its full blocks, which are kept; 0 until it is computed, by a request that has the reservation."""
-        return len(self.reservation.blocks) * self._kept.block_bytes
-
-    def end(self) -> None:
-        """Keep it no longer, or not compute it."""
-        self._kept.book.end(self.reservation)
 
 
 @dataclass(slots=True)
@@ -38,23 +21,22 @@ class PromptLeases:
 
     Attributes:
         wishes: those that the request asked for and whose KV is not computed yet, in order of their ends.
-        named: room for the whole prompt, if it is a named prefix and not computed yet.
+        named: the lease of the whole prompt, if it is a named prefix and not computed yet.
         again: those known before, whose blocks are not kept on the device.
         answers: to the request's wishes so far.
     """
 
     wishes: deque[Retention]
-    named: Reservation | None = None
+    named: Lease[int] | None = None
     again: deque[Retention] = field(default_factory=deque)
     answers: list[RetentionAnswer] = field(default_factory=list)
 
 
 class EngineLeases:
-    """Pins the blocks of kept prefixes in the pool.
+    """The leases of an engine, which have references to blocks of its pool.
 
     Args:
-        budget, tenant_budget, retain_budget, most, longest: see `Leases`.
-        block_bytes: bytes of a device block.
+        budget, tenant_budget, retain_budget, most, longest, block_bytes: see `Leases`.
 
     Attributes:
         on_release: is called, on any thread, when there are blocks for `settle` to release: an idle engine takes no step.
@@ -69,27 +51,32 @@ class EngineLeases:
         retain_budget: int | None = None,
         most: int = 128,
         longest: float = 86_400.0,
-        block_bytes: int = 0,
+        block_bytes: int = 1,
     ) -> None:
-        self._released: deque[Sequence[int]] = deque()
+        self._dropped: deque[Sequence[int]] = deque()
         self._cache = cache
-        self.block_bytes = block_bytes
         self.on_release: Callable[[], object] = lambda: None
-        self.book = Leases(
-            budget, tenant_budget, retain_budget=retain_budget, most=most, longest=longest, release=self._release
+        self.book = Leases[int](
+            budget,
+            tenant_budget,
+            block_bytes=block_bytes,
+            retain_budget=retain_budget,
+            most=most,
+            longest=longest,
+            drop=self._drop,
         )
 
-    def reserve(self, name: str, tokens: Sequence[int]) -> NamedKV:
+    def reserve(self, name: str, tokens: Sequence[int]) -> Lease[int]:
         """Room for a named prefix. From any thread. Raises PrefixBudgetExceeded."""
-        count, size = self._cache.pinned_blocks(len(tokens)), self.block_bytes
-        reservation = self.book.reserve(count)
-        if reservation is None:
+        count, book = self._cache.pinned_blocks(len(tokens)), self.book
+        lease = book.reserve(name, count)
+        if lease is None:
             raise PrefixBudgetExceeded(
-                f"prefix {name!r} needs {count * size:,} bytes, but of the {self.book.budget * size:,} bytes that named "
-                f"prefixes may pin {self.book.free * size:,} are left; remove one, or raise prefixes.budget",
+                f"prefix {name!r} needs {count * book.block_bytes:,} bytes, but of the {book.budget:,} bytes that named "
+                f"prefixes may pin {book.free:,} are left; remove one, or raise prefixes.budget",
                 param="content",
             )
-        return NamedKV(self, reservation)
+        return lease
 
     def open(self, request: Request) -> PromptLeases | None:
         """The retentions of a prompt that is queued; None for further sequences of it."""
@@ -102,7 +89,7 @@ class EngineLeases:
         size = self._cache.block_size
         full = num_prompt // size
         wished = {wish.end // size for wish in kept.wishes}
-        for one in self.book.on_path(table.chain.keys_to(full)[:full]):
+        for one in self.book.on_path(tenant_digest(table.salt.tenant), table.chain.keys_to(full)[:full]):
             if not one.blocks and one.tokens // size not in wished:
                 kept.again.append(Retention(one.tokens, one.ttl, one.priority, one.stored))
 
@@ -149,11 +136,11 @@ class EngineLeases:
         self.settle()
         return yielded
 
-    def _release(self, blocks: Sequence[int]) -> None:
-        self._released.append(blocks)
+    def _drop(self, blocks: Sequence[int]) -> None:
+        self._dropped.append(blocks)
         self.on_release()
 
     def settle(self) -> None:
-        """Release the blocks of retentions that have ended."""
-        while self._released:
-            self._cache.unpin(self._released.popleft())
+        """Release the blocks of leases that have ended."""
+        while self._dropped:
+            self._cache.unpin(self._dropped.popleft())

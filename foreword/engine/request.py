@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from foreword.blocks.leases import Lease
 from foreword.blocks.miss_history import MissReason
-from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
+from foreword.blocks.retention import Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex, RequestFailed
 from foreword.tokens.stops import ReasoningSpan
@@ -149,7 +150,7 @@ class Request:
         prefill: transfer address of the instance that computes the prompt; "" computes it here.
         retain: which of its prefixes are kept, and how long; in order of their ends.
         output: tokens that another engine has generated after the prompt. Generation continues after them.
-        named: room in which the prompt is kept as a named prefix.
+        named: the lease of a named prefix, whose text the prompt is.
         session: the session that it belongs to, if the client has opened one of this name.
         supersedes: id of an earlier request whose history this one has in a shorter form.
     """
@@ -163,7 +164,7 @@ class Request:
     prefill: str = ""
     retain: tuple[Retention, ...] = ()
     output: tuple[int, ...] = ()
-    named: Reservation | None = None
+    named: Lease[int] | None = None
     session: str = ""
     supersedes: str = ""
 

@@ -37,14 +37,13 @@ class TorchRunner:
         model: on its device, in evaluation mode, with `attn_implementation` set to `attention.base.NAME`.
         layers: the model's layers by KV group, each with what it keeps per token in numbers of `dtype`.
         num_blocks, block_size: the pool.
-        share_prefixes: read a prefix that decoding sequences share once per batch.
         kernels: the compiled kernels, if they are to be used, where `choice` says so.
         triton: Triton kernels compute attention.
         decode: computes steps that only decode, where it can.
         undivided: the model's own code has one thread, and the kernels as many as there are (`native.undivided`).
 
-    `share_prefixes` may be changed between steps. `on_written`, where it is set, is called during a step with each layer whose
-    K and V are written.
+    A prefix that decoding sequences share is read once per batch, unless `share_prefixes` is False. `on_written`, where it is
+    set, is called during a step with each layer whose K and V are written.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class TorchRunner:
         num_blocks: int,
         block_size: int,
         *,
-        share_prefixes: bool = True,
         kernels: Kernels | None = None,
         triton: bool = False,
         choice: AttentionChoice | None = None,
@@ -68,7 +66,7 @@ class TorchRunner:
         self._model = model
         self._device: torch.device = model.device
         self._block_size = block_size
-        self.share_prefixes = share_prefixes
+        self.share_prefixes = True
         self.on_written: Callable[[int], None] | None = None
         self._grouped = layers
         self._columns = [PagedLayer(one, dtype, num_blocks, block_size, self._device) for one in layers.columns]

@@ -93,8 +93,7 @@ class AsyncEngine:
         self.info: ModelInfo = parts.info
         self.tokenizer: Tokenizer = parts.tokenizer
         self.offload: EngineStores | None = parts.offload
-        budget = parts.core.leases.book.budget * self.info.kv_bytes_per_block
-        self.prefixes = AsyncPrefixes(parts.prefix_service(), self._compute_prefix, budget)
+        self.prefixes = AsyncPrefixes(parts.prefix_service(), self._compute_prefix, parts.core.leases.book.budget)
         self.unclaimed = UnclaimedRequests(self._expired)
         self.served: BlockServer | None = None
         self.instance: Instance | None = None
@@ -381,8 +380,8 @@ class AsyncEngine:
             kv_usage=1.0 - pool.num_free / pool.num_blocks,
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
-            pinned_blocks=core.leases.book.named_blocks,
-            retained_blocks=core.leases.book.kept_blocks,
+            pinned_blocks=core.leases.book.named_bytes // self.info.kv_bytes_per_block,
+            retained_blocks=core.leases.book.retained_bytes // self.info.kv_bytes_per_block,
             preemptions=core.scheduler.num_preemptions,
             steps=core.steps,
             failed=self.failed,

@@ -42,12 +42,14 @@ from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.ring import RING_BYTES
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
+from foreword.offload.writer import WRITE_TIMEOUT
 from foreword.prefixes.book import Content
 from foreword.prefixes.lease_follower import LeaseFollower
 from foreword.prefixes.open_erasures import OpenErasures
+from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.prefixes.stored_names import StoredPrefixes, StorePins, models_with_names
+from foreword.prefixes.stored_names import StoredPrefixes, models_with_names
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.store_keys import StoreKeys, TenantKeys, keys_of
 from foreword.store.types import Reach
@@ -236,7 +238,14 @@ def build_engine(
     pins = retentions = erasures = None
     if offload is not None:
         erasures = OpenErasures(offload.store, offload.erasing, data_keys)
-        pins = StorePins(offload, info.namespace, cache.groups, info.fingerprint)
+        pins = StorePins(
+            offload.store,
+            info.namespace,
+            offload.groups,
+            info.fingerprint,
+            run=offload.after_writes,
+            seconds=WRITE_TIMEOUT,
+        )
         core.on_superseded = partial(_retire, offload, pins)
         if offload.store.writable:
             retentions = LeaseFollower(leases.book, offload.store, pins, info.block_size)
@@ -308,7 +317,7 @@ def _take_kv_memory(
 ) -> TorchRunner:
     num_blocks = kv_blocks(config, loaded, staging)
     progress(f"allocating {num_blocks} blocks of {config.block_size} tokens")
-    runner = loaded.runner(num_blocks, config.block_size, share_prefixes=config.shared_prefix_attention)
+    runner = loaded.runner(num_blocks, config.block_size)
     if loaded.triton and loaded.device.type == "cuda":  # pragma: no cover - needs a GPU
         progress("recording CUDA graphs")
         runner.record_graphs(config.max_num_seqs)
@@ -373,7 +382,8 @@ def _engine_core(
 
 def _leases(config: PrefixConfig, info: ModelInfo, cache: PrefixCache) -> EngineLeases:
     size, pool = info.kv_bytes_per_block, info.num_blocks * info.kv_bytes_per_block
-    budget, retained = (min(given, pool) // size for given in (config.budget_bytes(pool), config.retain_bytes(pool)))
+    given = config.budget_bytes(pool), config.retain_bytes(pool)
+    budget, retained = (min(one, pool) // size * size for one in given)  # what whole blocks take
     return EngineLeases(
         cache,
         budget,

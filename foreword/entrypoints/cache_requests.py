@@ -11,7 +11,6 @@ from foreword.blocks.leases import Lease
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import PREFETCH_PRIORITY, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
-from foreword.engine.prompt_leases import NamedKV
 from foreword.engine.request import Request, SamplingParams
 from foreword.prefixes.prefix_service import Registration
 
@@ -23,7 +22,7 @@ PREFETCH_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RetentionInfo:
-    """A kept prefix. `on_device`: its blocks are kept on the device; `expires`: seconds since the epoch;
+    """A retention. `on_device`: its blocks are kept on the device; `expires`: seconds since the epoch;
     None if it is kept until it is released."""
 
     id: str
@@ -35,7 +34,7 @@ class RetentionInfo:
     stored: bool
 
 
-def describe(one: Lease) -> RetentionInfo:
+def describe(one: Lease[int]) -> RetentionInfo:
     expires = None if one.ttl is None else time.time() + one.expires - time.monotonic()
     return RetentionInfo(one.key.hex(), one.tokens, one.ttl, one.priority, expires, bool(one.blocks), one.stored)
 
@@ -50,9 +49,8 @@ def retaining(
 
 def computing(request_id: str, prefix: Registration) -> Request:
     """A request without output that computes a named prefix and keeps it."""
-    assert isinstance(prefix.kept, NamedKV)
     params, salt = SamplingParams(max_tokens=0), Salt(prefix.salt)
-    return Request(request_id, prefix.tokens, params, salt=salt, named=prefix.kept.reservation)
+    return Request(request_id, prefix.tokens, params, salt=salt, named=prefix.lease)
 
 
 def prefetch(
@@ -72,15 +70,15 @@ def prefetch(
         if not held:
             done(RetentionAnswer("refused", 0, None, reason or "neither the device nor a store has it"))
             return
-        kept = core.leases.keep(table, Retention(held, seconds, PREFETCH_PRIORITY, stored=False))
+        answer = core.leases.keep(table, Retention(held, seconds, PREFETCH_PRIORITY, stored=False))
         why = reason or ("" if held == full else "the stores have no more of it")
-        ttl = kept.ttl if kept.tokens == held else None
-        done(RetentionAnswer("accepted" if held == full else "clipped", held, ttl, why or kept.reason))
+        ttl = answer.ttl if answer.tokens == held else None
+        done(RetentionAnswer("accepted" if held == full else "clipped", held, ttl, why or answer.reason))
 
     core.prefetch(tokens, salt, ended)
 
 
-def release(core: EngineCore, tokens: Sequence[int] | None, salt: Salt) -> list[Lease]:
+def release(core: EngineCore, tokens: Sequence[int] | None, salt: Salt) -> list[Lease[int]]:
     """End the retentions along a prompt, or all of a salt, without a client's salt all of the tenant. From any thread; their
     blocks go back before the next step."""
     book, tenant = core.leases.book, tenant_digest(salt.tenant)

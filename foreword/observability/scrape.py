@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Final, Literal
 
+from foreword.store.series import series_of
+
 Kind = Literal["server", "router", "vllm", "sglang"]
 
 # How the names of metrics begin; a Foreword server has vLLM's, too.
@@ -15,6 +17,16 @@ KINDS: Final[dict[Kind, str]] = {
     "vllm": "\nvllm:",
     "sglang": "\nsglang:",
 }
+
+# How the names of counters of stores begin.
+COUNTED: Final = {"server": "foreword:", "vllm": "vllm:foreword_", "sglang": "sglang:foreword_"}
+
+
+def metric(kind: str, counters: type, name: str) -> str:
+    """The name in a server's `/metrics` of the counter `name` of a class with series."""
+    series = next(one for one in series_of(counters) if one.field == name)
+    named = series.server if kind == "server" else series.engine
+    return f"{COUNTED[kind]}{named}{'_total' if series.kind == 'counter' else ''}"
 
 
 class Scrape:

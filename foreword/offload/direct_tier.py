@@ -32,6 +32,7 @@ from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.errors import BadFrame
 from foreword.offload.direct_extra import DirectCopies, DirectExtra
+from foreword.offload.lent_share import LentShare
 from foreword.offload.pinned import PIN_BYTES, AllocatedArena, CudaPinning, PinnedMemory, Pinning
 from foreword.offload.ring import (
     PIECE_BYTES,
@@ -62,6 +63,7 @@ log = logging.getLogger("foreword.offload")
 SMALLEST_PAYLOAD: Final = 16 << 10  # bytes; shorter frames are faster through the staging arena
 _CALL_SECONDS: Final = 5.0
 _LENT_BYTES: Final = 512 << 20  # that the tier lends together to a load: other blocks may be evicted meanwhile
+_PIECES_AT_ONCE: Final = 4  # of a load, through one piece of the ring, that are waited for and counted together
 _TESTED: Final = 3  # frames of each group in the test at the start
 _CLOSE_SECONDS: Final = 5.0
 _ROOM_PAUSE: Final = 0.02  # seconds between two looks whether a further tier has given slots back
@@ -97,7 +99,7 @@ class _Save:
 
 @dataclass(slots=True, eq=False)
 class _TierLoad:
-    """Blocks on their way from the tier into the device, through one piece of the ring. `release` returns it, and what is lent
+    """Blocks on their way from the tier into the device, through a piece of the ring. `release` returns it, and what is lent
     if no other piece of it is on its way."""
 
     tier: DirectTier
@@ -146,11 +148,11 @@ class _LentBlocks:
     end: Callable[[], None]
     users: int = 1
 
-    def load(self, number: int, piece: Piece, mark: Event | None) -> _TierLoad:
-        """Queue the copy of the blocks of a piece of the ring, which the caller has."""
-        (low, high), ring = self.batch.frames(number), self.tier.ring
+    def load(self, number: int, count: int, piece: Piece, mark: Event | None) -> _TierLoad:
+        """Queue the copies of so many pieces of blocks through a piece of the ring, which the caller has."""
+        (low, high), ring = self.batch.frames(number, count), self.tier.ring
         try:
-            copy = ring.load(self.batch, number, piece, mark)
+            copy = ring.load(self.batch, number, piece, mark, count)
         except BaseException:
             with contextlib.suppress(Exception):  # the error that is raised says more
                 ring.loaded().synchronize()
@@ -202,8 +204,7 @@ class DirectTier(DirectCopies):
         self.tier: StoreTier = store.tiers[self.place]
         self._places = places
         self._writer = writer
-        # A load that has most of a small tier's slots would keep saves waiting.
-        self._most_lent = min(max(PIECES_OF_A_LOAD * ring.piece_bytes, len(memory) // 2), _LENT_BYTES)
+        self._share = LentShare(len(memory), _LENT_BYTES)
         self._waiting: list[_Save] = []
         self._pending = 0
         self._full = False
@@ -432,9 +433,7 @@ class DirectTier(DirectCopies):
         if not self.usable:
             return 0
         longest = HEADER_BYTES + max(self.ring.block_bytes)
-        most, room = max(min(size, self._most_lent) // longest, 1), self.ring.piece_bytes // longest
-        most -= most % room if most > room else 0  # pieces of the ring that are full
-        some = places[done : done + most]
+        some = places[done : done + max(min(size, _LENT_BYTES) // longest, 1)]
         if some.count(self.place) == len(some):
             return len(some)
         return len([*itertools.takewhile(self.place.__eq__, some)])
@@ -444,12 +443,15 @@ class DirectTier(DirectCopies):
         return self.ring.free
 
     def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[_TierLoad, None, None]:
+        stride = max(HEADER_BYTES + max(self.ring.block_bytes), 0 if self._memory is None else self._memory.stride)
+        count = self._share.take(count, stride, self.ring.piece_bytes // stride)
         end = done + count
-        lent = self._lend(load.names[done:end], load.groups[done:end], load.blocks[done:end])
+        give = partial(self._share.give, count, stride)
+        lent = self._lend(load.names[done:end], load.groups[done:end], load.blocks[done:end], give)
         if lent is None:
             return
         try:
-            for number in range(lent.batch.pieces):
+            for number in range(0, lent.batch.pieces, _PIECES_AT_ONCE):
                 piece = self.ring.wait_for(load.deadline if number else deadline)
                 if piece is None:
                     return
@@ -457,7 +459,8 @@ class DirectTier(DirectCopies):
                     self.ring.give(piece)
                     return
                 try:
-                    one = lent.load(number, piece, None if done + number else load.mark)
+                    some = min(_PIECES_AT_ONCE, lent.batch.pieces - number)
+                    one = lent.load(number, some, piece, None if done + number else load.mark)
                 except BaseException:
                     load.end_copy([])
                     raise
@@ -465,10 +468,13 @@ class DirectTier(DirectCopies):
         finally:
             lent.release()
 
-    def _lend(self, names: Sequence[Name], groups: Sequence[int], blocks: Sequence[int]) -> _LentBlocks | None:
+    def _lend(
+        self, names: Sequence[Name], groups: Sequence[int], blocks: Sequence[int], give: Callable[[], None]
+    ) -> _LentBlocks | None:
         """The first of these blocks, for units of their groups, up to the first that the tier does not have; None if there is
-        none. The caller releases them."""
+        none. The caller releases them. `give` is called when they are not lent any more."""
         with contextlib.ExitStack() as stack:
+            stack.callback(give)
             loan = stack.enter_context(self.tier.borrow(names, time.monotonic() + _CALL_SECONDS))
             sizes = [len(data) for data in loan.frames]
             count = self._usable(loan, sizes, groups)

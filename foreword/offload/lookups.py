@@ -21,6 +21,7 @@ from functools import partial
 from typing import Final
 
 from foreword.blocks.resume import alignment
+from foreword.offload.counters import LookupCounts
 from foreword.offload.policy import search_seconds
 from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.store.background import use_background_cores
@@ -33,16 +34,6 @@ _WEIGHT: Final = 0.2
 # A lookup ends by itself at its limit. A request waits this much longer, in case all threads are taken.
 _SPARE_SECONDS: Final = 1.0
 _MEMORY_SECONDS: Final = 0.5  # of these for memory, if it is asked last
-
-
-@dataclass(frozen=True, slots=True)
-class LookupCounts:
-    """Lookups by outcome, and the tokens that were looked up: those found, and the rest by the reason. `inline` of the lookups
-    were answered on the thread that asked."""
-
-    lookups: dict[LookupOutcome, int] = field(default_factory=dict)
-    tokens: dict[LookupOutcome, int] = field(default_factory=dict)
-    inline: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +108,7 @@ class StoreLookups:
 
     def counts(self) -> LookupCounts:
         with self._counting:
-            return LookupCounts(dict(self._lookups), dict(self._tokens), self._inline)
+            return LookupCounts(self._lookups.copy(), self._tokens.copy(), self._inline)
 
     @property
     def total(self) -> int:

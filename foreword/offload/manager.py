@@ -24,17 +24,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
 from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
+from foreword.offload.counters import OffloadStatus
 from foreword.offload.direct_extra import DirectCopies, DirectLoad, direct_extra
 from foreword.offload.load import StoreLoad
 from foreword.offload.load_plan import GroupBlocks
-from foreword.offload.lookups import LookupCounts, StoreLookups
+from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.slot_reads import read_into
 from foreword.offload.slots import SlotReader, StagingSlots
@@ -71,38 +72,6 @@ class _GroupCopy:
     slots: list[int]
     found: list[FetchedBlock]
     direct: DirectLoad | None = None  # in place of slots
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadStatus:
-    """Counts of blocks since the start, and the length of the write queue.
-
-    Attributes:
-        queued: blocks that wait to be written.
-        dropped: blocks that were never written because the queue was full.
-        dropped_promotions: loaded blocks that were not written into faster tiers, which had no room, or at the end.
-        saved, failed: blocks that at least one tier has stored, and blocks that no tier has stored.
-        loaded: blocks that were loaded.
-        cut: loads that brought fewer blocks than requested.
-        stopped: those of them that were cut off because computing was faster.
-        declined: loads that were not started because computing was faster.
-        too_small: those of them that would pay if a load had no fixed cost.
-        refused: loads that were not started because the blocks may not be used any more.
-        lookups: the lookups of requests, by outcome.
-    """
-
-    queued: int = 0
-    dropped: int = 0
-    dropped_promotions: int = 0
-    saved: int = 0
-    failed: int = 0
-    loaded: int = 0
-    cut: int = 0
-    stopped: int = 0
-    declined: int = 0
-    too_small: int = 0
-    refused: int = 0
-    lookups: LookupCounts = field(default_factory=LookupCounts)
 
 
 class OffloadManager:
@@ -163,10 +132,9 @@ class OffloadManager:
         self._memory_loaders = ThreadPoolExecutor(_MEMORY_LOADERS, "foreword-load-memory", use_background_cores)
         self._control = ThreadPoolExecutor(1, "foreword-control", use_background_cores)
         self._tasks: list[Future[Any]] = []
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # of what loading threads count and change; nothing else is done under it
         self.changes = 0
         self._dropped = 0
-        self._counting = threading.Lock()  # several loading threads change the counts
         self._counts = dict.fromkeys(("loaded", "cut", "stopped", "refused"), 0)
         self._closed = False
 
@@ -633,7 +601,7 @@ class OffloadManager:
         return self._writer.flush(max(deadline - time.monotonic(), 0.0)) and published
 
     def _count(self, **more: int) -> None:
-        with self._counting:
+        with self._changed:
             for name, amount in more.items():
                 self._counts[name] += amount
 
@@ -652,7 +620,8 @@ class OffloadManager:
     @property
     def stamp(self) -> tuple[int, ...]:
         """Differs from before if a count of blocks or loads has changed. It is quicker than `status`."""
-        return self.queued, self._dropped, self._writer.dropped, *self._counts.values()
+        writer = self._writer
+        return self.queued, self._dropped, writer.dropped, writer.dropped_promotions, *self._counts.values()
 
     def status(self) -> OffloadStatus:
         direct = self._direct

@@ -7,7 +7,7 @@ the copy into the slots follow on the stream of saves. A load copies slots into 
 scatters the frames that have the right ones, and no others. Pieces are used again:
 
     save:  [gather] -> [headers, checksums] -> [copy into slots]            the next gather into the piece comes behind the copy
-    load:  [copy from slots] -> [verdicts] -> [scatter] -> [verdicts to the host]    the piece is its load's until it ended
+    load:  [copy from slots] -> [verdicts] -> [scatter], again -> [verdicts to the host]    the piece is its load's until then
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ class LoadBatch:
         parts: the blocks of each group in each piece.
         units: int64 `[blocks, 3]`, the coordinates of each.
         names: of the blocks; none for those that the host has checked.
-        verdicts: int32 `[blocks]` on the host, by piece; known when the copies of the piece have ended.
+        verdicts: int32 `[blocks]` on the host; known when the copies have ended.
         places, heads, found: on the device, by part: as those of a save; what the headers of the wanted blocks begin with; the
-            verdicts, `whole` by piece.
+            verdicts, `whole` of all blocks.
     """
 
     parts: Sequence[Sequence[GroupPart]]
@@ -233,11 +233,11 @@ class LoadBatch:
     memory: TierMemory
     spans: Spans
     room: int
-    verdicts: Sequence[Tensor]
+    verdicts: Tensor
     places: Sequence[Tensor] = ()
     heads: Sequence[Tensor] = ()
     found: Sequence[Tensor] = ()
-    whole: Sequence[Tensor] = ()
+    whole: Tensor | None = None
 
     @property
     def pieces(self) -> int:
@@ -248,9 +248,9 @@ class LoadBatch:
         """The number of blocks of each part."""
         return [one.high - one.low for some in self.parts for one in some]
 
-    def frames(self, number: int) -> tuple[int, int]:
-        """The first block of a piece, and that behind its last."""
-        return number * self.room, min((number + 1) * self.room, len(self.units))
+    def frames(self, number: int, count: int = 1) -> tuple[int, int]:
+        """The first block of so many pieces, and that behind their last."""
+        return number * self.room, min((number + count) * self.room, len(self.units))
 
 
 @dataclass(eq=False, slots=True)
@@ -436,23 +436,27 @@ class DeviceRing:
         names = () if checked else parts[0][2] if len(parts) == 1 else [name for _, _, some in parts for name in some]
         with torch.inference_mode(False):
             verdicts = torch.empty(len(slots), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        return LoadBatch(cuts, units, names, memory, memory.spans(slots, room), room, torch.split(verdicts, room))
+        return LoadBatch(cuts, units, names, memory, memory.spans(slots, room), room, verdicts)
 
-    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None) -> RingLoad:
-        """Queue the copy of the slots of piece `number` into units, of those whose frames are right, behind what this thread
-        has queued before, and behind `mark` if there is one. Slots, piece and units are the load's until it is `copied`."""
-        queues = self._queues
-        if mark is None:
-            queues.submit(Stream.LOAD, partial(self._copy_check_and_scatter, batch, number, piece))
-        else:
+    def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None, count: int = 1) -> RingLoad:
+        """Queue the copies of the slots of `count` pieces, from `number` on, into units, of those whose frames are right,
+        behind what this thread has queued before, and behind `mark` if there is one. All go through `piece`, one after the
+        other, as the stream orders them. Slots, piece and units are the load's until it is `copied`."""
+        queues, end = self._queues, number + count
+        low, high = batch.frames(number, count)
+        if mark is not None:
             queues.submit(Stream.LOAD, partial(self._copy_and_check, batch, number, piece))
             queues.wait(Stream.LOAD, mark)
             queues.submit(Stream.LOAD, partial(self._scatter, batch, number, piece))
-        return RingLoad(queues.record(Stream.LOAD), batch.verdicts[number])
+            number += 1
+        queues.submit(Stream.LOAD, partial(self._load_pieces, batch, range(number, end), piece, low, high))
+        return RingLoad(queues.record(Stream.LOAD), batch.verdicts[low:high])
 
-    def _copy_check_and_scatter(self, batch: LoadBatch, number: int, piece: Piece) -> None:
-        self._copy_and_check(batch, number, piece)
-        self._scatter(batch, number, piece)
+    def _load_pieces(self, batch: LoadBatch, numbers: Sequence[int], piece: Piece, low: int, high: int) -> None:
+        for number in numbers:
+            self._copy_and_check(batch, number, piece)
+            self._scatter(batch, number, piece)
+        self._tell(batch, low, high)
 
     def _copy_and_check(self, batch: LoadBatch, number: int, piece: Piece) -> None:
         self._copy_in(batch, number, piece)
@@ -467,7 +471,7 @@ class DeviceRing:
         if not batch.found:
             found = torch.empty(len(batch.names), dtype=torch.int32, device=self.device)
             lengths = batch.lengths
-            batch.whole, batch.found = torch.split(found, batch.room), torch.split(found, lengths)
+            batch.whole, batch.found = found, torch.split(found, lengths)
             batch.heads = torch.split(to_device(heads(batch.names), self.device), [HEAD_BYTES * one for one in lengths])
         frames = piece.frames(batch.memory.stride)
         for part in batch.parts[number]:
@@ -475,7 +479,7 @@ class DeviceRing:
             self._checksums.check(frames, self._numbers[part.low : part.high], size, wanted, found)
 
     def _scatter(self, batch: LoadBatch, number: int, piece: Piece) -> None:
-        """Copy what is right into its units, and the verdicts to the host."""
+        """Copy what is right into its units."""
         if not batch.places:
             batch.places = torch.split(self._places(batch.units, batch.room), batch.lengths)
         frames = piece.frames(batch.memory.stride)
@@ -484,8 +488,11 @@ class DeviceRing:
             if table is not None:
                 right = batch.found[part.index] if batch.found else None
                 table.copy(frames, batch.places[part.index], gather=False, found=right)
-        if batch.found:
-            batch.verdicts[number].copy_(batch.whole[number], non_blocking=True)
+
+    def _tell(self, batch: LoadBatch, low: int, high: int) -> None:
+        """Copy the verdicts of blocks to the host."""
+        if batch.whole is not None:
+            batch.verdicts[low:high].copy_(batch.whole[low:high], non_blocking=True)
 
     def loaded(self) -> Event:
         """The end of the loads that this thread has queued so far."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.store.base import Loan, ReservedSlots
-from foreword.store.frame import HEADER_BYTES, Frame, Header
+from foreword.store.frame import HEADER_BYTES, Frame, Header, UnreadBlock
 
 if TYPE_CHECKING:
     from foreword.store.base import Name
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foreword.store.tier_threads import TierCall
     from foreword.store.tiered import TieredStore
 
-# Of a tier's memory: reads at once may fill so much, or one of them more. A store that hangs keeps no more from other blocks.
+# Of a tier's memory: reads at once fill so much, or one block. A store that hangs keeps no more from other blocks.
 _SHARE: Final = 0.25
 _filling = threading.Lock()
 
@@ -72,15 +72,18 @@ class SlotRead:
         if not read or not keeps(headers, partial(self.tier.publish, self.reserved, headers, seconds, [*read])):
             self.tier.abandon(self.reserved)
 
-    def begin(self, size: int) -> bool:
-        """Count the bytes that are read, unless too much is read into the tier already, or one of the reads is late."""
-        filling, memory = self.tier.filling, self.tier.store.memory
+    def begin(self, sizes: Sequence[int]) -> int:
+        """For how many of the first blocks, given the bytes of their payloads, slots may be read into, and count these; 0 if
+        too many are read into already, or one of the reads is late."""
+        filling, share = self.tier.filling, int(_SHARE * len(self.tier.store.memory or b""))
+        slot = max(HEADER_BYTES + max(sizes), filling.slot_bytes)
+        count = min(len(sizes), max(share // slot, 1))
         with _filling:
-            if filling.late or (filling.bytes and filling.bytes + size > _SHARE * len(memory or b"")):
-                return False
-            filling.bytes += size
-            self._bytes = size
-            return True
+            if filling.late or (filling.bytes and filling.bytes + count * slot > share):
+                return 0
+            self._bytes = count * slot
+            filling.bytes += self._bytes
+            return count
 
     def _count_ended(self) -> None:
         with _filling:
@@ -99,8 +102,8 @@ def read_into(
     before: Sequence[Name],
 ) -> SlotRead | None:
     """Read blocks, given the bytes of their payloads, from one tier straight into reserved slots of a faster one, up to the
-    first that has no slot, and verify them there. The caller ends the read. `before`: the blocks before these in the chain,
-    which are not evicted for them.
+    first that has no slot, or as many as may be read at once, and verify them there. The caller ends the read. `before`: the
+    blocks before these in the chain, which are not evicted for them.
 
     None unless there is one faster tier, which takes all that is read, has slots, and waits for few other reads, and the slower
     one answers.
@@ -110,15 +113,16 @@ def read_into(
         return None
     until = next((until for index, until in store.turns(deadline) if index == tier), 0.0)
     read = SlotRead(faster[0], ReservedSlots())
-    if not until or not store.tiers[tier].answers or not read.begin(sum(sizes) + HEADER_BYTES * len(sizes)):
+    if not until or not store.tiers[tier].answers or not (most := read.begin(sizes)):
         return None
     last = {name[:FINGERPRINT_BYTES]: name for name in before}  # of each layout
-    headers = list[Header]()
-    for name, size in zip(names, sizes, strict=True):
+    blocks = list[UnreadBlock]()
+    for name, size in zip(names[:most], sizes, strict=False):
         layout = name[:FINGERPRINT_BYTES]
-        headers.append(Header.unread(name, size, last.get(layout, b"")))
+        blocks.append(UnreadBlock(name, last.get(layout, name), size))
         last[layout] = name
-    read.reserved = faster[0].reserve(headers, deadline, unread=True)
+    read.reserved = faster[0].reserve(blocks, deadline, unread=True)
+    faster[0].filling.slot_bytes = read.reserved.stride
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
     if not count:
         return read

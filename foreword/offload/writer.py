@@ -298,7 +298,7 @@ class WriteBehind:
         erased. It must be quick. Returns whether it was made. An erasure that begins later finds the blocks in their tier."""
         with self._changed:
             late = tuple(root for one in self._erased if started <= one.until for root in one.roots)
-            if any(one.root.startswith(late) for one in headers):
+            if late and any(one.root.startswith(late) for one in headers):
                 return False
             publish()
             return True

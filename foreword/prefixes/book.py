@@ -1,5 +1,5 @@
-"""The book of named prefixes: names, versions and use. In memory only; safe from any thread. The KV behind a name is kept as
-other KV is, within the same budget (`blocks/leases.py`)."""
+"""The book of named prefixes: names, versions and use. In memory only; safe from any thread. The KV behind a name is a lease,
+within the budget of all leases (`blocks/leases.py`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from foreword.blocks.salt import PUBLIC
 from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
+
+if TYPE_CHECKING:
+    from foreword.blocks.leases import Lease
 
 TENANT_PREFIXES, TENANT_BYTES, MOST_BYTES = 1000, 64 << 20, 256 << 20  # names and bytes of a tenant, bytes of all
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -79,32 +82,10 @@ def content_of(content: str | None, messages: Sequence[Message] | None) -> Conte
     return content if content is not None else tuple(messages or ())
 
 
-class KeptKV(Protocol):
-    """The KV of one version of a prefix, as an engine keeps it."""
-
-    @property
-    def bytes(self) -> int:
-        """How much is kept; 0 until it is computed."""
-        ...
-
-    def end(self) -> None:
-        """Keep it no longer. From any thread; may be called again."""
-        ...
-
-
-@dataclass(slots=True)
-class KeptBytes:
-    """Bytes kept elsewhere than on a device, where nothing has to be given back."""
-
-    bytes: int = 0
-
-    def end(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Entry:
     prefix: NamedPrefix
-    kept: KeptKV | None
+    lease: Lease[int] | None
     size: int
 
 
@@ -138,16 +119,16 @@ class PrefixBook:
         if full or (len(mine) >= TENANT_PREFIXES and not exists):
             raise PrefixBudgetExceeded("no more named prefixes are kept for this tenant; remove some", param="name")
 
-    def commit(self, prefix: NamedPrefix, kept: KeptKV, *, salt: bytes) -> NamedPrefix:
-        """Enter a computed prefix, whose KV is kept, instead of the version before it. Counts of use carry over if the version
+    def commit(self, prefix: NamedPrefix, lease: Lease[int] | None = None, *, salt: bytes) -> NamedPrefix:
+        """Enter a computed prefix instead of the version before it, whose lease ends. Counts of use carry over if the version
         is the same."""
         with self._lock:
-            prefix = replace(prefix, bytes=kept.bytes, ready=True)
+            prefix = replace(prefix, ready=True)
             known = self._entries.get((salt, prefix.name))
             if known is not None and known.prefix.version == prefix.version:
                 was = known.prefix
                 prefix = replace(prefix, uses=was.uses, hit_tokens=was.hit_tokens, last_used=was.last_used)
-            self._enter(prefix, kept, salt)
+            self._enter(prefix, lease, salt)
         return prefix
 
     def adopt(self, prefix: NamedPrefix, *, salt: bytes) -> None:
@@ -155,11 +136,11 @@ class PrefixBook:
         with self._lock:
             self._enter(replace(prefix, bytes=0, ready=False), None, salt)
 
-    def _enter(self, prefix: NamedPrefix, kept: KeptKV | None, salt: bytes) -> None:
+    def _enter(self, prefix: NamedPrefix, lease: Lease[int] | None, salt: bytes) -> None:
         known = self._entries.get((salt, prefix.name))
-        self._entries[salt, prefix.name] = _Entry(prefix, kept, size_of(prefix.content, prefix.tokens))
-        if known is not None and known.kept is not None:
-            known.kept.end()
+        self._entries[salt, prefix.name] = _Entry(prefix, lease, size_of(prefix.content, prefix.tokens))
+        if known is not None and known.lease is not None:
+            known.lease.end()
 
     def version(self, name: str, *, salt: bytes) -> int:
         """0 for a name that is not known here."""
@@ -211,8 +192,8 @@ class PrefixBook:
         with self._lock:
             entry = self._entry(name, (salt,))
             del self._entries[salt, name]
-            if entry.kept is not None:
-                entry.kept.end()
+            if entry.lease is not None:
+                entry.lease.end()
         return entry.prefix
 
     def all(self) -> list[tuple[bytes, NamedPrefix]]:

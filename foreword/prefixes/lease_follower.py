@@ -8,12 +8,12 @@ import logging
 import math
 import threading
 import time
-from typing import Final
+from typing import Any, Final
 
 from foreword.blocks.leases import Lease, Leases
 from foreword.errors import StoreError
 from foreword.prefixes.lease_records import RETENTIONS, RetentionRecord
-from foreword.prefixes.pins import PrefixPins
+from foreword.prefixes.pins import StorePins
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.machine import clock_id
 from foreword.store.shared_records import SharedRecords
@@ -34,48 +34,45 @@ class LeaseFollower:
     own, which also ends what has expired.
     """
 
-    def __init__(self, book: Leases, store: TieredStore, pins: PrefixPins, block_size: int) -> None:
+    def __init__(self, book: Leases[Any], store: TieredStore, pins: StorePins, block_size: int) -> None:
         self._book, self._pins, self._model, self._block_size = book, pins, pins.model[:32], block_size
         self._records = SharedRecords(store, RETENTIONS)
-        self._written: dict[bytes, float] = {}  # until when the record says that it is kept, on the book's clock
+        # By record key, until when the record says that it is kept, on the book's clock.
+        self._written: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._due: dict[bytes, Lease] = {}
+        self._due: dict[str, Lease[Any]] = {}
         pins.needed.append(lambda tenant: [one.keys for one in book.of(tenant) if one.stored])
-        book.listener = self
+        book.changed = self._changed
         self._scanned = time.monotonic()
         self._restore_pins()  # before the first request evicts anything
         self._jobs = BackgroundJobs("retention", most=None, tick=self._tick, every=1.0)
         self.scan()
 
-    # Called by the book, under its lock
-
-    def kept(self, one: Lease) -> None:
-        """A retention begins or is used: its record is written if it lags behind."""
-        written = self._written.get(one.key)
-        if written is None or _lags(one, written):
+    def _changed(self, one: Lease[Any]) -> None:
+        """A retention begins, is used, or has ended: its record is written if it lags behind, or removed. Called by the book,
+        under its lock."""
+        written = self._written.get(self._key(one))
+        if written is None or one not in self._book or _lags(one, written):
             self._later(one)
 
-    def dropped(self, one: Lease) -> None:
-        """A retention ends here."""
-        self._later(one)
-
-    def _later(self, one: Lease) -> None:
+    def _later(self, one: Lease[Any]) -> None:
+        key = self._key(one)
         with self._lock:
-            waiting = one.key in self._due
-            self._due[one.key] = one
+            waiting = key in self._due
+            self._due[key] = one
         if not waiting:
-            self._jobs.add(lambda: self._follow(one.key))
+            self._jobs.add(lambda: self._follow(key))
 
     # The thread
 
-    def _follow(self, key: bytes) -> None:
+    def _follow(self, key: str) -> None:
         with self._lock:
             one = self._due.pop(key)
         try:
             if one in self._book:
-                self._write(one)
+                self._write(key, one)
             else:
-                self._remove(one)
+                self._remove(key, one)
         except StoreError as error:
             logger.warning("the record of a retained prefix: %s", error.message)
 
@@ -92,7 +89,7 @@ class LeaseFollower:
         except StoreError as error:
             logger.warning("pinning a retained prefix: %s", error.message)
 
-    def _write(self, one: Lease) -> None:
+    def _write(self, key: str, one: Lease[Any]) -> None:
         expires = None if one.ttl is None else time.time() + one.expires - time.monotonic()
         record = RetentionRecord(
             one.tokens,
@@ -105,18 +102,18 @@ class LeaseFollower:
             clock="" if expires is None else clock_id(),
             ends_at=0.0 if expires is None else one.expires,
         )
-        self._records.put(self._key(one), record)
-        self._written[one.key] = one.expires
+        self._records.put(key, record)
+        self._written[key] = one.expires
         self._pins.pin(one.root, one.keys)
 
-    def _remove(self, one: Lease) -> None:
-        self._written.pop(one.key, None)
+    def _remove(self, key: str, one: Lease[Any]) -> None:
+        self._written.pop(key, None)
         if one.expires > time.monotonic():
-            self._records.remove(self._key(one))
+            self._records.remove(key)
         else:
-            renewed = self._records.expire(self._key(one))
+            renewed = self._records.expire(key)
             if renewed is not None:
-                self._adopt(self._key(one), renewed)
+                self._adopt(key, renewed)
                 return
         self._pins.unpin(one.tenant, one.root, one.keys)
 
@@ -134,22 +131,22 @@ class LeaseFollower:
             if record.block_size == self._block_size:
                 self._later(self._retained(key, record))
         for key, one in known.items():
-            if key not in found.keys and one.key in self._written:
+            if key not in found.keys and key in self._written:
                 self._book.release(one.tenant, [one.key])
 
     def _adopt(self, key: str, record: RetentionRecord) -> None:
         """Keep what another instance keeps, if it has the same blocks."""
         one = self._retained(key, record)
         if record.block_size == self._block_size and self._book.adopt(one):
-            self._written[one.key] = one.expires
+            self._written[key] = one.expires
 
-    def _retained(self, key: str, record: RetentionRecord) -> Lease:
+    def _retained(self, key: str, record: RetentionRecord) -> Lease[Any]:
         left = self._records.left(key, record)
         ends = time.monotonic() + (left if math.isinf(left) else min(left, self._book.longest))
         tenant, root = key.split("/")[2], bytes.fromhex(record.root)
-        return Lease(tenant, root, record.chain, record.num_tokens, record.ttl, record.priority, ends, 0, stored=True)
+        return Lease(tenant, root, record.chain, record.num_tokens, record.ttl, record.priority, ends, stored=True)
 
-    def _key(self, one: Lease) -> str:
+    def _key(self, one: Lease[Any]) -> str:
         return RETENTIONS.key(self._model, one.tenant, one.key.hex())
 
     def flush(self, timeout: float) -> bool:
@@ -161,7 +158,7 @@ class LeaseFollower:
         self._jobs.close(timeout)
 
 
-def _lags(one: Lease, written: float) -> bool:
+def _lags(one: Lease[Any], written: float) -> bool:
     """Whether the expiry in a retention's record is outdated."""
     if one.ttl is None:
         return written != math.inf

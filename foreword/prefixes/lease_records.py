@@ -1,4 +1,4 @@
-"""Records in the stores of kept prefixes: named ones, and retentions. All instances share them; the KV itself is stored as
+"""Records in the stores of leases: named ones, and retentions. All instances share them; the KV itself is stored as
 ordinary blocks.
 
     retained/<model>/<tenant>/<last block key>      a retention, and until when it is kept
@@ -26,7 +26,7 @@ Chain = Sequence[bytes]
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """Blocks kept by the records of all kept prefixes.
+    """Blocks of a lease: the fields of all records.
 
     Attributes:
         num_tokens, block_size: of a named prefix for tools only.

@@ -1,4 +1,4 @@
-"""Pins of kept prefixes in the stores: blocks that stay as long as a record says that they are kept (`lease_records.py`)."""
+"""Pins of leases in the stores: blocks that stay as long as a record says so (`lease_records.py`)."""
 
 from __future__ import annotations
 
@@ -15,28 +15,44 @@ from foreword.store.shared_records import SharedRecords, leave
 from foreword.store.tiered import TieredStore
 
 _PIN_SECONDS: Final = 5.0
+_MAX_PENDING: Final = 4096
 
 
-class PrefixPins:
-    """Pins what continuing behind a kept prefix needs, and unpins what no other one needs: those of this process, and those of
-    other processes, which have records in the stores. A prefix is given by its root key and its block keys. A tenant's prefix
+class StorePins:
+    """Pins what continuing behind a lease needs, and unpins what no other lease needs: those of this process, and those of
+    other processes, which have records in the stores. A lease is given by its root key and its block keys. A tenant's lease
     leaves public blocks to the public prefix that they are of.
 
     Args:
         model: what names the KV, hexadecimal.
         weights: fingerprint, hexadecimal, where builds of a server name their KV differently: named prefixes are those of all.
+        run: runs what sets and takes pins. By default at once; behind a queue of writes, so that blocks are there.
+        seconds: within which a store sets or takes pins, when `run` says so.
+        tries: how often `tick` looks for blocks that were not there yet; 0 where it is not called, or where blocks are there.
+            With tries, pins are set, taken and looked after on one thread.
 
     Attributes:
         groups: KV groups of the stored blocks.
-        needed: functions that return this process's kept prefixes of a tenant, given its digest.
+        needed: functions that return this process's leases of a tenant, given its digest.
     """
 
-    def __init__(self, store: TieredStore, model: str, groups: Sequence[StoredGroup], weights: str = "") -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        model: str,
+        groups: Sequence[StoredGroup],
+        weights: str = "",
+        *,
+        run: Callable[[Callable[[], object]], object] = lambda work: work(),
+        seconds: float = _PIN_SECONDS,
+        tries: int = 0,
+    ) -> None:
         self.model, self.groups, self._weights = model, groups, weights
         self.needed: list[Callable[[str], Iterable[Chain]]] = []
-        self._store = store
+        self._store, self._run, self._seconds, self._tries = store, run, seconds, tries
         self._records: list[SharedRecords[Any]] = [SharedRecords(store, kind) for kind in (PREFIXES, RETENTIONS)]
         self._epochs = [0] * len(store.tiers)
+        self._pending: dict[tuple[bytes, bytes], tuple[Chain, int]] = {}  # tries left, by root and last key
 
     @property
     def named(self) -> str:
@@ -45,34 +61,34 @@ class PrefixPins:
 
     def pin(self, root: bytes, keys: Chain) -> None:
         """Pin a prefix whose record is written."""
-        self.pin_now(root, keys)
 
-    def pin_now(self, root: bytes, keys: Chain) -> bool:
+        def work() -> None:
+            if not self._pin_now(root, keys, self._seconds) and self._tries and len(self._pending) < _MAX_PENDING:
+                self._pending[root, keys[-1]] = keys, self._tries
+
+        self._run(work)
+
+    def _pin_now(self, root: bytes, keys: Chain, seconds: float = _PIN_SECONDS) -> bool:
         """Pin the blocks that are stored already. Whether these are all."""
         names = [name for group in self.groups for name in group.names(root, own_keys(root, group.behind(keys)))]
-        return self._set(names, pinned=True) == len(names)
+        return self._set(names, seconds, pinned=True) == len(names)
 
     def unpin(self, tenant: str, root: bytes, keys: Chain) -> None:
         """Unpin the blocks of a prefix whose record is deleted."""
-        for number, alone in enumerate(self.alone(tenant, keys)):
-            self.unpin_keys(root, number, alone)
-
-    def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
-        """Unpin blocks of the KV group with this number."""
-        self._set(self.names(root, number, keys), pinned=False)
-
-    def names(self, root: bytes, number: int, keys: Chain) -> list[Name]:
-        """Names of blocks of the KV group with this number."""
-        return self.groups[number].names(root, keys)
+        if keys:
+            self._pending.pop((root, keys[-1]), None)
+        alone = self.alone(tenant, keys)
+        names = [name for group, own in zip(self.groups, alone, strict=True) for name in group.names(root, own)]
+        self._run(lambda: self._set(names, self._seconds, pinned=False))
 
     def unneeded(self, tenant: str, root: bytes, keys: Chain) -> list[Name]:
-        """Names of those of these blocks, in all groups, that no kept prefix of the tenant needs."""
-        alone = enumerate(self.alone(tenant, keys, whole=True))
-        return [name for number, own in alone for name in self.names(root, number, own)]
+        """Names of those of these blocks, in all groups, that no lease of the tenant needs."""
+        alone = zip(self.groups, self.alone(tenant, keys, whole=True), strict=True)
+        return [name for group, own in alone for name in group.names(root, own)]
 
     def alone(self, tenant: str, keys: Chain, *, whole: bool = False) -> list[list[bytes]]:
         """By KV group, the keys of the blocks that continuing behind a prefix needs, or of all with `whole`, and that no other
-        kept prefix needs."""
+        lease needs."""
         others = [chain for source in self.needed for chain in source(tenant)]
         others += self._recorded(tenant, others)
         found = []
@@ -89,14 +105,18 @@ class PrefixPins:
             prefix = records.kind.key(model, tenant, "")
             yield from (one.chain for one in records.scan(prefix, known=read, failed=leave).values.values())
 
-    def _set(self, names: Sequence[Name], *, pinned: bool) -> int:
-        return self._store.pin(names, pinned=pinned, deadline=time.monotonic() + _PIN_SECONDS) if names else 0
+    def _set(self, names: Sequence[Name], seconds: float, *, pinned: bool) -> int:
+        return self._store.pin(names, pinned=pinned, deadline=time.monotonic() + seconds) if names else 0
 
     def tick(self) -> None:
-        """Is called about once a second."""
-        self.restore()
+        """Is called about once a second: tries again to pin what was not written yet."""
+        self._restore()
+        pending, self._pending = self._pending, {}
+        for (root, last), (keys, tries) in pending.items():
+            if not self._pin_now(root, keys) and tries > 1:
+                self._pending[root, last] = keys, tries - 1
 
-    def restore(self) -> None:
+    def _restore(self) -> None:
         """Pin again what the records say is kept, for all tenants, if a store may have lost its pins since this was done
         last."""
         epochs = [tier.store.pin_epoch for tier in self._store.tiers]
@@ -107,7 +127,7 @@ class PrefixPins:
             prefix = records.kind.key(model, "")
             found = records.scan(prefix, failed=lambda _, error: failures.append(error)).values
             for one in found.values():
-                self._pin_stored(bytes.fromhex(one.root), one.chain)
+                self._pin_now(bytes.fromhex(one.root), one.chain)
             # A record that was deleted meanwhile may have been unpinned before it was pinned here.
             here = records.scan(prefix, known=found, failed=leave).keys
             for key, one in found.items() if not failures else ():
@@ -115,11 +135,6 @@ class PrefixPins:
                     self.unpin(key.split("/")[2], bytes.fromhex(one.root), one.chain)
         if not failures:
             self._epochs = epochs
-
-    def _pin_stored(self, root: bytes, keys: Chain) -> None:
-        """Pin those blocks of a prefix that are stored already."""
-        for number, group in enumerate(self.groups):
-            self._set(self.names(root, number, own_keys(root, group.behind(keys))), pinned=True)
 
 
 def own_keys(root: bytes, keys: Chain) -> list[bytes]:

@@ -18,10 +18,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
 
+from foreword.blocks.leases import Lease
 from foreword.blocks.salt import PUBLIC
 from foreword.errors import ForewordError, NotFound, StoreError, UnknownPrefix
 from foreword.newest import Newest
-from foreword.prefixes.book import Content, KeptKV, Message, NamedPrefix, PrefixBook, content_of
+from foreword.prefixes.book import Content, Message, NamedPrefix, PrefixBook, content_of
 from foreword.prefixes.lease_records import PrefixRecord
 from foreword.prefixes.stored_names import PrefixStorage
 from foreword.tasks import shared
@@ -43,7 +44,8 @@ class Registration:
 
     Attributes:
         tokens: whose KV to compute.
-        kept: room for that KV; it is there when it has been computed, before `finish`.
+        lease: of that KV on a device; it has its blocks when they have been computed, before `finish`. None without a device.
+        pinned: bytes of that KV that stores pin, where no device has a lease.
         adopted: another instance has registered this version, whose KV is to be kept here.
     """
 
@@ -51,16 +53,22 @@ class Registration:
         self,
         service: PrefixService,
         prefix: NamedPrefix,
-        kept: KeptKV,
+        lease: Lease[int] | None,
         *,
         salt: bytes,
         replace: bool,
         adopted: bool = False,
     ) -> None:
         self.prefix, self.tokens = prefix, prefix.tokens
-        self.salt, self.kept, self.replace, self.adopted, self._service = salt, kept, replace, adopted, service
+        self.salt, self.lease, self.replace, self.adopted, self._service = salt, lease, replace, adopted, service
+        self.pinned = 0
         self._lock, self._open = threading.Lock(), True
         service.registering.add(self)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the KV that is there."""
+        return self.pinned if self.lease is None else self.lease.size
 
     def finish(self) -> NamedPrefix | None:
         """Register the prefix. None if its tenant was forgotten meanwhile, or an adopted version removed or replaced. Raises
@@ -95,7 +103,7 @@ class PrefixService:
 
     Args:
         tokenize: tokens of a text, or of messages. Raises BadRequest. May block.
-        reserve: room for the KV of a name and its tokens. Raises PrefixBudgetExceeded.
+        reserve: a lease for the KV of a name and its tokens; None without a device. Raises PrefixBudgetExceeded.
         storage: where prefixes outlive the process and are shared with other instances; None: nowhere.
         mark: called with the tokens of all public prefixes, those of the salt PUBLIC, when they have changed.
     """
@@ -103,7 +111,7 @@ class PrefixService:
     def __init__(
         self,
         tokenize: Callable[[Content], Sequence[int]],
-        reserve: Callable[[str, Sequence[int]], KeptKV],
+        reserve: Callable[[str, Sequence[int]], Lease[int] | None],
         storage: PrefixStorage | None = None,
         mark: Callable[[list[Sequence[int]]], None] = lambda texts: None,
     ) -> None:
@@ -140,8 +148,8 @@ class PrefixService:
     def repin(self, prefix: NamedPrefix, *, salt: bytes = b"") -> Registration:
         """Reserve budget for a version that is registered already and whose KV is not kept (any more). Raises
         PrefixBudgetExceeded."""
-        kept = self._reserve(prefix.name, prefix.tokens)
-        return Registration(self, prefix, kept, salt=salt, replace=True, adopted=True)
+        lease = self._reserve(prefix.name, prefix.tokens)
+        return Registration(self, prefix, lease, salt=salt, replace=True, adopted=True)
 
     def commit(self, one: Registration) -> NamedPrefix | None:
         """Called by `Registration.finish`. Blocks."""
@@ -160,7 +168,7 @@ class PrefixService:
                 self._storage.pin_adopted(prefix.tokens, salt)
             elif self._storage is not None:
                 self._storage.put(prefix, salt)
-            prefix = self.book.commit(prefix, one.kept, salt=salt)
+            prefix = self.book.commit(replace(prefix, bytes=one.size), one.lease, salt=salt)
             self._marked(salt)
             if not one.adopted:
                 self._unpin_stored([old.tokens for old in known], salt)
@@ -168,9 +176,10 @@ class PrefixService:
 
     def give_up(self, one: Registration) -> None:
         """Called by `Registration` when nothing came of it."""
-        if one.kept.bytes:
+        if one.size:
             self._unpin_stored([one.tokens], one.salt)
-        one.kept.end()
+        if one.lease is not None:
+            one.lease.end()
 
     def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         """Remove a prefix here and in the store, and unpin it. Blocks. Raises UnknownPrefix, StoreError."""

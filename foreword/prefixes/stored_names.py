@@ -5,45 +5,20 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.public import PublicBlocks
-from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import StoreError
-from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import NamedPrefix
-from foreword.prefixes.lease_records import PREFIXES, READ_SECONDS, Chain, PrefixRecord
-from foreword.prefixes.pins import PrefixPins, own_keys
-from foreword.store.base import Name
+from foreword.prefixes.lease_records import PREFIXES, READ_SECONDS, PrefixRecord
+from foreword.prefixes.pins import StorePins
 from foreword.store.shared_records import FoundRecords, SharedRecords, leave
 from foreword.store.tiered import TieredStore
 
-if TYPE_CHECKING:
-    from foreword.engine.engine_stores import EngineStores
-
 logger = logging.getLogger(__name__)
-
-
-class StorePins(PrefixPins):
-    """Pins of an engine with an offload manager, which writes queued blocks before it pins."""
-
-    def __init__(self, offload: EngineStores, model: str, groups: Sequence[KVGroup], weights: str = "") -> None:
-        super().__init__(offload.store, model, [StoredGroup(group, ()) for group in groups], weights)
-        self._offload = offload
-
-    def pin(self, root: bytes, keys: Chain) -> None:
-        for number, group in enumerate(self.groups):
-            self._offload.pin(root, own_keys(root, group.behind(keys)), group=number)
-
-    def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
-        self._offload.pin(root, keys, pinned=False, group=number)
-
-    def names(self, root: bytes, number: int, keys: Chain) -> list[Name]:
-        return self._offload.units[number].names(root, keys)
 
 
 def models_with_names(store: TieredStore) -> set[str]:
@@ -59,14 +34,14 @@ class PrefixStorage(ABC):
 
     Args:
         model_name: for tools.
-        pins: of the model's kept prefixes. Prefixes belong to one model.
+        pins: of the model's leases. Prefixes belong to one model.
         block_size: tokens per block key; 0 if it is not known.
         earlier: the model in the record keys of earlier builds, which identified it otherwise; "" if there are none of those.
             Their named prefixes are taken over (`take_over`), and a removal ends both.
     """
 
     def __init__(
-        self, store: TieredStore, pins: PrefixPins, model_name: str, block_size: int, earlier: str = ""
+        self, store: TieredStore, pins: StorePins, model_name: str, block_size: int, earlier: str = ""
     ) -> None:
         self.pins, self.block_size, self._model_name, self._earlier = pins, block_size, model_name, earlier
         self._records = SharedRecords(store, PREFIXES, READ_SECONDS)
@@ -158,7 +133,7 @@ class StoredPrefixes(PrefixStorage):
     def __init__(
         self,
         store: TieredStore,
-        pins: PrefixPins,
+        pins: StorePins,
         model_name: str,
         block_size: int,
         public: PublicBlocks | None = None,

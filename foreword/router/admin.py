@@ -63,7 +63,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """Add a replica: `{"replica": "http://host:8000", "role": "decode"}`."""
         try:
             spec = parse_spec(call.body.replica, call.body.role)
-            upstream = router.add(spec, "api")
+            upstream = await router.changed("add", router.add(spec, "api"))
         except ConfigError as error:
             raise BadRequest(error.message, param="replica") from None
         return Answer.json(describe(router, upstream), 201)
@@ -78,18 +78,18 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         query: RemoveQuery = call.query
         if bool(query.replica) == (call.body is not None):
             raise refuse("replica", "is required once, in the query or in the body")
-        upstream = router.remove(query.replica or call.body.replica)
+        upstream = await router.changed("remove", router.remove(query.replica or call.body.replica))
         return {"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight}
 
     @routes.add("POST", _PATH + "drain", right=operator, meter=free, body=body, tag="router")
     async def drain(call: Call) -> dict[str, Any]:
         """Send no new requests to a replica; those in flight continue."""
-        return describe(router, router.drain(call.body.replica, True))
+        return describe(router, await router.changed("drain", router.drain(call.body.replica, True)))
 
     @routes.add("POST", _PATH + "undrain", right=operator, meter=free, body=body, tag="router")
     async def undrain(call: Call) -> dict[str, Any]:
         """Send requests to a drained replica again."""
-        return describe(router, router.drain(call.body.replica, False))
+        return describe(router, await router.changed("undrain", router.drain(call.body.replica, False)))
 
     @routes.add(
         "GET", _PATH + "decisions", right=operator, meter=free, body=NO_BODY, query=DecisionsQuery, tag="router"

@@ -44,7 +44,7 @@ def routes_of(router: Router) -> Routes[Handler]:
     for api in (completions, passthrough, extras, admin):
         api.add_routes(routes, router)
     _add_probes(routes, router)
-    probes.add_routes(routes, router.metrics.render)
+    probes.add_routes(routes, router.render)
     return routes
 
 

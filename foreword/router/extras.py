@@ -57,8 +57,8 @@ _ROOTS: Final = (
 )  # fmt: skip
 # Settings of the extras. A number of 0 turns off what a router without them does not have.
 _SETTINGS: Final = {
-    "audit_every", "audit_reports", "cost_file", "measure_seconds", "min_prefill", "otlp_endpoint", "prefix_file", "record",
-    "response_memory", "usage_ledger", "warm_seconds",
+    "audit_every", "audit_reports", "cost_file", "measure_seconds", "min_prefill", "otlp_endpoint", "picker", "prefix_file",
+    "record", "response_memory", "usage_ledger", "warm_seconds", "workers",
 }  # fmt: skip
 _PATHS: Final = ("/", *_ROOTS, *(f"{root}/{{name:path}}" for root in _ROOTS))
 
@@ -231,8 +231,8 @@ class RouterExtras(ABC):
     """Calls of the router to its extras. It has no state."""
 
     @abstractmethod
-    def check_picker(self, config: RouterConfig) -> None:
-        """Raises ConfigError for settings of the picker that cannot work."""
+    def check(self, config: Config) -> None:
+        """Raises ConfigError for settings of the picker and of workers that cannot work."""
 
     @abstractmethod
     def picking(self, router: Router, limits: ServerConfig) -> AbstractAsyncContextManager[None]:
@@ -290,6 +290,10 @@ class RouterExtras(ABC):
     @abstractmethod
     def ledger(self, path: str) -> UsageLedger:
         """The usage ledger in this file. Raises ConfigError."""
+
+    @abstractmethod
+    def run_workers(self, config: Config, current: Callable[[bytes], bytes], serve: Callable[[Router], Any]) -> int:
+        """Run processes until a signal; returns the exit status. Each runs `serve`, a coroutine, with its router."""
 
     @abstractmethod
     def load_tokenizer(self, source: str) -> Tokenizer:

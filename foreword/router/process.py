@@ -38,7 +38,6 @@ _GC_THRESHOLDS = (5_000, 10, 100)
 # How long a tokenizing thread may keep the interpreter from the event loop.
 _SWITCH_SECONDS = 0.0005
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_PICKER = "--picker"
 # A stream needs two connections: to the client and to the replica.
 _MIN_OPEN_FILES = 4096
 
@@ -50,10 +49,9 @@ def check(config: Config) -> list[ReplicaSpec]:
     if not (specs or given.replica_file or given.replica_dns or given.replica_services or config.server.admin_key):
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
-    extras_of(config)
+    if (extras := extras_of(config)) is not None:
+        extras.check(config)
     order_for(config.server)
-    if given.picker is not None:
-        extras_for(_PICKER).check_picker(given)
     if given.tokenizer is not None:
         _check_tokenizer(given.tokenizer)
     if given.audit_reports is not None:
@@ -74,8 +72,10 @@ def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
         logger.warning("the limit of %d open files allows %d streams; raise it with ulimit -n", files, files // 2)
     gc.set_threshold(*_GC_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_SECONDS)
+    if config.router.workers > 1:
+        return extras_for("--workers").run_workers(config, current, lambda router: _serve(listener, specs, router))
     with http.event_loop() as runner:
-        return runner.run(_serve(config, listener, specs, current))
+        return runner.run(_serve(listener, specs, Router(config, current)))
 
 
 def _check_tokenizer(source: str) -> None:
@@ -86,35 +86,31 @@ def _check_tokenizer(source: str) -> None:
             raise ConfigError(f"--tokenizer {source}: the folder has no {_TOKENIZER_FILES[0]}")
 
 
-async def _serve(
-    config: Config, listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes]
-) -> int:
+async def _serve(listener: socket.socket, specs: list[ReplicaSpec], router: Router) -> int:
     stop = asyncio.Event()
     http.catch_signals(stop.set)
-    async with serving(config, listener, specs, current) as router:
+    async with serving(listener, specs, router):
         # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
         gc.collect()
         gc.freeze()
         await stop.wait()
-        await _drain(router, config.server.drain_seconds)
+        await _drain(router, router.server_config.drain_seconds)
     logger.info("stopped")
     return 0
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    config: Config, listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes] = bytes
-) -> AsyncIterator[Router]:
+async def serving(listener: socket.socket, specs: list[ReplicaSpec], router: Router) -> AsyncIterator[Router]:
     """A router that serves on a socket, on the running event loop."""
-    router = Router(config, current)
     await router.start()
-    discovery = Discovery(router, config.router)
+    discovery = Discovery(router, router.config)
     front = create_front(router)
     try:
-        async with http.serving(front, listener, config.server):
-            discovery.start(specs)
+        discovery.start(specs)
+        await router.joined()
+        async with http.serving(front, listener, router.server_config):
             logger.info("Foreword %s routes on %s", __version__, url_of(listener))
-            async with _picking(router, config.server):
+            async with _picking(router, router.server_config):
                 yield router
     finally:
         discovery.stop()
@@ -125,7 +121,7 @@ def _picking(router: Router, limits: ServerConfig) -> contextlib.AbstractAsyncCo
     """Answers gateways, where the router has an address for them. Raises ConfigError."""
     if router.config.picker is None:
         return contextlib.nullcontext()
-    return extras_for(_PICKER).picking(router, limits)
+    return extras_for("--picker").picking(router, limits)
 
 
 async def _drain(router: Router, seconds: float) -> None:

@@ -87,7 +87,7 @@ class RoutedRequest:
         miss: why part of its prompt was not cached, once it has ended; None if it is not explained.
         span: of its trace; None without traces. trace_headers: of its present attempt, for the replica.
         cache_salt: the client's own, or what the router has changed it to. salt: of its blocks.
-        priority: for replicas; None if there is nothing to say.
+        priority: for replicas; None if there is nothing to say. flow: that has its share of the queue; "": the tenant.
         ask: what it asks, and which replicas have died at that.
     """
 
@@ -107,6 +107,7 @@ class RoutedRequest:
     miss: asyncio.Future[Miss] | None = field(default=None, kw_only=True)
     span: Span | None = field(default=None, kw_only=True)
     trace_headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    flow: str = field(default="", kw_only=True)
     cache_salt: str | None = field(init=False)
     salt: Salt = field(init=False)
     priority: int | None = field(init=False)
@@ -150,7 +151,9 @@ class RoutedRequest:
         overhead = clock() - self.arrived if not self.attempts else 0.0
         repeated = prompt.source != "known" and pool.repeats(query)
         await self.ask.wait(self.avoid, lambda: pool.free(avoid, self.weights))
-        attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid, self.ask))
+        attempt = await pool.place(
+            PlacementRequest(name, self.flow or self.tenant.name, query, prompt, avoid, self.ask)
+        )
         try:
             self._placed(attempt, query, prompt, overhead, repeated)
         except BaseException:

@@ -68,6 +68,8 @@ _Queued = tuple[PlacementRequest, asyncio.Future[Attempt]]
 class ReplicaPool:
     """The replicas of one model. Runs on one event loop."""
 
+    fleet_type: type[Fleet] = Fleet
+
     def __init__(
         self,
         model: str,
@@ -77,7 +79,7 @@ class ReplicaPool:
         disaggregation: Disaggregation | None = None,
     ) -> None:
         self.model = model
-        self.fleet = Fleet(
+        self.fleet = self.fleet_type(
             policy_named(config.policy),
             directory=Directory(config.directory_blocks),
             sessions=SessionTable(ttl=_SESSION_SECONDS),

@@ -138,6 +138,8 @@ class Router:
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
         self.on_serving: list[Callable[[], None]] = []
+        self.pool_type: Callable[..., ReplicaPool] = ReplicaPool
+        self.render: Callable[[str], Any] = self.metrics.render
         self.audit = Audit()
         if given.audit_every or given.audit_reports is not None:
             self.audit = extras_for("--audit-every").audit(
@@ -264,6 +266,13 @@ class Router:
         upstream.drained = drained
         self.refresh(upstream)
         logger.info("replica %s %s", upstream.url, "drained" if drained else "undrained")
+        return upstream
+
+    async def joined(self) -> None:
+        """Called with the replicas, before the router listens."""
+
+    async def changed(self, change: str, upstream: Upstream) -> Upstream:
+        """An operator has changed this replica here: a router of several processes changes it in all."""
         return upstream
 
     def refresh(self, upstream: Upstream) -> None:
@@ -515,7 +524,7 @@ class Router:
         upstream.isolation_problem = self._isolation_problem(info)
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = ReplicaPool(
+            pool = self.pools[model] = self.pool_type(
                 model, self.config, self.auth.weights, self.cost_kinds, self._disaggregation
             )
             self.misses.follow(pool.fleet)

@@ -42,7 +42,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
     @routes.add("GET", "/ui/data/history", right=Right.STATE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
     async def show_history(call: Call) -> dict[str, Any]:
-        """The metrics of the last half hour."""
+        """The metrics of the last hour."""
         return history.plain()
 
     @routes.add("GET", "/ui/data/now", right=Right.STATE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")

@@ -19,6 +19,7 @@ from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
 from foreword.router_extras.fan_out import chosen, send_once
 from foreword.router_extras.router_prefixes import RouterPrefixes
+from foreword.router_extras.worker_links import workers_of
 
 _ANSWER_SECONDS: Final = 60.0  # a replica may have much to erase
 _DOWN_SECONDS: Final = 15.0  # of one that takes no requests
@@ -83,7 +84,10 @@ class FleetErasures:
         self._router, self._prefixes, self._responses = router, prefixes, responses
         self._known: list[FleetErasure] = []
         self._repeating: asyncio.Task[None] | None = None
-        router.on_failover = self._moved
+        router.on_failover = self._failed_over
+        workers_of(router).on("moved", lambda told: self._note_moved(*told))
+        workers_of(router).on("forget", lambda told: self._forget(*told))
+        workers_of(router).on("erasure", lambda asked: self._record(*asked))
 
     async def erase(self, call: Call) -> Answer:
         """Erase on every replica, also on those that take no requests now."""
@@ -93,17 +97,15 @@ class FleetErasures:
         given = query.cache_salt
         salts = [one for salt in given for one in self._router.audit.salts_of(call.tenant.salt, salt)]
         one = FleetErasure(call, str(URL("/v1/cache").with_query([("cache_salt", str(salt)) for salt in salts])))
-        older = self._of(call)[: 1 - _MAX]
+        older = self._of(call.tenant.name)[: 1 - _MAX]
         # It is known from here on: a request may move while replicas are asked.
         self._known = [*(known for known in self._known if known not in older), one]
         upstreams = self._router.upstreams.values()
         asked = [upstream for upstream in upstreams if upstream.kind == "foreword"]
-        self._router.warm_up.forget(call.tenant.name, given)
-        for pool in self._router.pools.values():
-            pool.known.forget(call.tenant.salt)
+        forgotten = call.tenant.name, call.tenant.salt, list(given)
+        self._forget(*forgotten)
+        await workers_of(self._router).repeat("forget", forgotten)
         if not given:
-            self._responses.forget(call.tenant.salt)
-            self._prefixes.registry.forget(call.tenant.name)
             one.open[_FILE] = "they are being removed"
         await self._ask(one, asked)
         for upstream in upstreams:
@@ -115,13 +117,27 @@ class FleetErasures:
         self._continue()
         return one.answer()
 
-    def _moved(self, tenant: str, arrived: float, upstream: Upstream) -> None:
+    def _forget(self, tenant: str, salt: bytes, given: list[str]) -> None:
+        """Forget what this process knows of a tenant, or of requests with these salts."""
+        self._router.warm_up.forget(tenant, given)
+        for pool in self._router.pools.values():
+            pool.known.forget(salt)
+        if not given:
+            self._responses.forget(salt)
+            self._prefixes.registry.forget(tenant)
+
+    def _failed_over(self, tenant: str, arrived: float, upstream: Upstream) -> None:
+        """A request is, or was, on another replica than at first. Another worker may have the erasure."""
+        self._note_moved(tenant, arrived, upstream.url)
+        workers_of(self._router).tell("moved", (tenant, arrived, upstream.url))
+
+    def _note_moved(self, tenant: str, arrived: float, url: str) -> None:
         """A request that began before an erasure of its tenant moved to a replica, which knows it as a new one: what it leaves
         there is erased, too."""
         for one in self._known:
             if one.call.tenant.name == tenant and arrived <= one.began:
-                one.moved.add(upstream.url)
-                one.open[upstream.url] = _MOVED
+                one.moved.add(url)
+                one.open[url] = _MOVED
                 self._continue()
 
     def _continue(self) -> None:
@@ -130,7 +146,7 @@ class FleetErasures:
 
     async def show(self, call: Call) -> Answer:
         """An erasure by its id, or by a replica's id of it."""
-        for one in (known for known in self._of(call) if known.id == call.names["name"]):
+        for one in await self._named(call, call.names["name"]):
             unfinished = {url: done.get("id") for url, done in one.receipts.items() if not done.get("complete", True)}
             asked = [
                 (self._router.upstreams[url], name) for url, name in unfinished.items() if url in self._router.upstreams
@@ -149,8 +165,21 @@ class FleetErasures:
             raise failed or NoReplica("No replica can remove cached blocks")
         return found or chosen(given)
 
-    def _of(self, call: Call) -> list[FleetErasure]:
-        return [one for one in self._known if one.call.tenant.name == call.tenant.name]
+    def _of(self, tenant: str) -> list[FleetErasure]:
+        return [one for one in self._known if one.call.tenant.name == tenant]
+
+    async def _named(self, call: Call, name: str) -> list[FleetErasure]:
+        """The caller's erasure with this id, if there is one; another worker may have it."""
+        tenant = call.tenant.name
+        if found := [one for one in self._of(tenant) if one.id == name]:
+            return found
+        told = await workers_of(self._router).repeat("erasure", (tenant, name))
+        return [FleetErasure(call, *one) for one in told if one is not None]
+
+    def _record(self, tenant: str, name: str) -> tuple[str, str, dict[str, dict[str, Any]], dict[str, str]] | None:
+        """The first attributes of an erasure, for another worker."""
+        found = (one for one in self._of(tenant) if one.id == name)
+        return next(((one.path, one.id, one.receipts, one.open) for one in found), None)
 
     async def _get(self, call: Call, upstream: Upstream, path: str) -> Answer | ForewordError:
         seconds = _DOWN_SECONDS if upstream.excluded(clock()) else _ANSWER_SECONDS

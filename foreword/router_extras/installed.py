@@ -25,9 +25,11 @@ from foreword.router_extras.router_misses import RouterMisses
 from foreword.router_extras.router_prefixes import RouterPrefixes
 from foreword.router_extras.speed_probe import ReplicaSpeedProbes
 from foreword.router_extras.warm_up import PrefixWarmUp
+from foreword.router_extras.worker_links import workers_of
 from foreword.routing.disaggregation import DisaggregationPolicy
 
 if TYPE_CHECKING:
+    from foreword.configuration import Config
     from foreword.ledger import UsageLedger
     from foreword.observability.tracing import Tracer
     from foreword.routing.cost_kinds import CostKinds
@@ -37,10 +39,15 @@ if TYPE_CHECKING:
 class InstalledExtras(RouterExtras):
     """The extras of this package."""
 
-    def check_picker(self, config: RouterConfig) -> None:
-        from foreword.router_extras.gateway.server import check_config
+    def check(self, config: Config) -> None:
+        if config.router.picker is not None:
+            from foreword.router_extras.gateway.server import check_config
 
-        check_config(config)
+            check_config(config.router)
+        if config.router.workers > 1:
+            from foreword.router_extras.workers.supervisor import check
+
+            check(config)
 
     def picking(self, router: Router, limits: ServerConfig) -> AbstractAsyncContextManager[None]:
         from foreword.router_extras.gateway.server import picking
@@ -101,6 +108,11 @@ class InstalledExtras(RouterExtras):
 
         return UsageLedger(Path(path))
 
+    def run_workers(self, config: Config, current: Callable[[bytes], bytes], serve: Callable[[Router], Any]) -> int:
+        from foreword.router_extras.workers.worker_router import run
+
+        return run(config, current, serve)
+
     def load_tokenizer(self, source: str) -> Tokenizer:
         from foreword.tokens.tokenizer import Tokenizer
 
@@ -111,6 +123,12 @@ class InstalledExtras(RouterExtras):
         assert isinstance(prefixes, RouterPrefixes), "the router has those of this package"
         server = router.server_config
         responses = StoredResponses(parse_bytes(server.response_memory))
+        workers = workers_of(router)
+        responses.added = lambda *kept: workers.tell("response", kept)
+        responses.removed = lambda *removed: workers.tell("response removed", removed)
+        workers.on("response", lambda told: responses.keep(*told))
+        workers.on("response removed", lambda told: responses.discard(*told))
+        prefixes.follow_workers()
         translated_api.add_routes(routes, router, responses)
         fleet_erasures.add_routes(routes, router, prefixes, responses)
         prefixes_api.add_routes(routes, router, prefixes)

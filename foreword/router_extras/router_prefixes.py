@@ -10,7 +10,9 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import quote
@@ -24,13 +26,14 @@ from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import decode_json, decode_object
-from foreword.errors import BadRequest, ConfigError, ReplicaFailed, StoreUnavailable, reason_of
+from foreword.errors import BadRequest, ConfigError, ReplicaFailed, StoreUnavailable, UnknownPrefix, reason_of
 from foreword.newest import Newest
-from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of, size_of
+from foreword.prefixes.book import NamedPrefix, PrefixBook, content_of, size_of
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import Prefixes
 from foreword.router.replica_body import PATHS, edited, parse_request
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
+from foreword.router_extras.worker_links import workers_of
 
 if TYPE_CHECKING:
     from foreword.router.replica_pool import ReplicaPool
@@ -109,7 +112,13 @@ class PrefixRegistry:
     def put(self, tenant: str, prefix: NamedPrefix) -> None:
         """Register a prefix or a new version of it, unless its tenant was forgotten since it was made."""
         if prefix.made >= self._forgotten.get(tenant, 0):
-            self._book.commit(prefix, KeptBytes(prefix.bytes or size_of(prefix.content)), salt=tenant.encode())
+            sized = replace(prefix, bytes=prefix.bytes or size_of(prefix.content))
+            self._book.commit(sized, salt=tenant.encode())
+
+    def learn(self, tenant: str, name: str, version: int, content: Any, created: float) -> None:
+        """Register what another worker has registered."""
+        given = content if isinstance(content, str) else tuple(content)
+        self.put(tenant, NamedPrefix(name, version, given, (), created, size_of(given), made=self._forgets))
 
     def remove(self, tenant: str, name: str) -> NamedPrefix:
         """Raises UnknownPrefix."""
@@ -170,6 +179,8 @@ class RouterPrefixes(Prefixes):
         """Keep a registration, and compute the prefix where the router puts it before prompts. `computed` gets the tokens of
         each replica that has done so."""
         self.registry.put(tenant.name, prefix)
+        told = tenant.name, prefix.name, prefix.version, prefix.content, prefix.created
+        await workers_of(self._router).repeat("prefix", told)
         await self.save()
         for upstream in self._router.healthy():
             if upstream.info is not None and upstream.kind != "foreword" and tenant is not PUBLIC_TENANT:
@@ -181,7 +192,22 @@ class RouterPrefixes(Prefixes):
         if problem := await self.save():
             self.registry.put(tenant.name, removed)
             raise StoreUnavailable(f"the prefix is not removed, its file could not be written: {problem}")
+        await workers_of(self._router).repeat("prefix removed", (tenant.name, name))
         return removed
+
+    def follow_workers(self) -> None:
+        """Register and remove what other workers of this router do."""
+
+        def known() -> Iterator[Any]:
+            for tenant, one in self.registry.all():
+                yield tenant, one.name, one.version, one.content, one.created
+
+        def removed(told: list[str]) -> None:
+            with suppress(UnknownPrefix):
+                self.registry.remove(*told)
+
+        workers_of(self._router).on("prefix", lambda told: self.registry.learn(*told), known)
+        workers_of(self._router).on("prefix removed", removed)
 
     async def save(self) -> str:
         """Write the file. Returns why that failed, "" if it did not."""

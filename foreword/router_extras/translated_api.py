@@ -18,12 +18,13 @@ from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.request import GenerateRequest
 from foreword.api.routes import ClientQuery, JsonBody, Meter, Right, Routes
 from foreword.api.stored_responses import StoredResponses
-from foreword.errors import BadRequest, NoReplica
+from foreword.errors import BadRequest, NoReplica, NotFound
 from foreword.router.completions import proxy
 from foreword.router.passthrough import send_to_one
 from foreword.router.replica_body import ROUTER_FIELDS, TRANSLATED, edited, parse_request
 from foreword.router.router import Router
 from foreword.router_extras.translation import ChatTranslation, chat_request
+from foreword.router_extras.worker_links import workers_of
 
 _COUNTED: Final = dataclasses.replace(DIALECTS["messages"], parse=messages.parse_count)
 
@@ -96,7 +97,12 @@ def _translated(router: Router, dialect: Dialect, kept: StoredResponses) -> Hand
             return await proxy(router, call, given, rendered=rendered, keep=keep)
         call.check_fields(dialect.body, given.body.fields)
         if given.previous is not None:
-            given = continued(given, kept.get(salt, given.previous).messages)
+            try:
+                before = kept.get(salt, given.previous)
+            except NotFound:  # another worker may have it
+                await workers_of(router).settle()
+                before = kept.get(salt, given.previous)
+            given = continued(given, before.messages)
         model = given.model or pool.model
         translation = ChatTranslation(dialect, given, model, call.id, partial(kept.add, salt, began=call.arrived))
         return await proxy(router, call, chat_request(given, pool.kind), translation)

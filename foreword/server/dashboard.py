@@ -38,7 +38,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext, history: Metrics
 
     @routes.add("GET", "/ui/data/history", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
     async def show_history(call: Call) -> dict[str, Any]:
-        """The last half hour of the metrics."""
+        """The last hour of the metrics."""
         return await asyncio.to_thread(history.plain)
 
     @routes.add("GET", "/ui/data/now", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="dashboard")

@@ -26,7 +26,8 @@ from foreword.events import (
     TransferEnded,
 )
 from foreword.observability.front_registry import FrontRegistry, counter, gauge
-from foreword.store.tier_counters import LookupOutcome, TierState
+from foreword.store.series import Series, series_of
+from foreword.store.tier_counters import TierCounters, TierState
 from foreword.usage import MissExplained
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from foreword.offload.manager import OffloadManager
     from foreword.store.base import StoreStatus
     from foreword.store.tier import StoreTier
-    from foreword.store.tier_counters import TierCounters
     from foreword.transfer.frame_server import ServedStatus
     from foreword.transfer.transfer_endpoint import EndpointStatus
 
@@ -149,59 +149,25 @@ def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
         yield gauge(name, text, ("model_name",), [((info.name,), value)])
 
 
+def _counted(series: Series, labels: tuple[str, ...], counters: Iterable[tuple[tuple[str, ...], object]]) -> Metric:
+    """The metric of a series, from the values of `labels` and the counters of each that has it."""
+    samples = [
+        ((*values, *more), amount)
+        for values, one in counters
+        for more, amount in series.amounts(one, engine=False).items()
+    ]
+    family = counter if series.kind == "counter" else gauge
+    return family(f"foreword:{series.server}", series.text, (*labels, *series.labels(engine=False)), samples)
+
+
 def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
     """Metrics of transfers between the engine and its stores."""
     status = offload.status()
-    for name, text, count in (
-        ("store_saved_blocks", "Blocks written behind that at least one tier stored.", status.saved),
-        ("store_failed_blocks", "Blocks written behind that no tier stored.", status.failed),
-        ("store_dropped_blocks", "Blocks not written because the write queue was full.", status.dropped),
-        (
-            "store_dropped_promotions",
-            "Blocks of a slower tier not written into the faster ones, which had no room, or since the process ended.",
-            status.dropped_promotions,
-        ),
-        ("store_loaded_blocks", "Blocks loaded to the device.", status.loaded),
-        ("store_cut_loads", "Loads that brought fewer blocks than the lookup found.", status.cut),
-        ("store_stopped_loads", "Loads stopped because recomputing was faster.", status.stopped),
-        ("store_declined_loads", "Prompts recomputed because a load would have taken longer.", status.declined),
-        (
-            "store_too_small_loads",
-            "Those of the declined that would have paid if a load had no fixed cost.",
-            status.too_small,
-        ),
-    ):
-        yield counter(f"foreword:{name}", text, ("model_name",), [((model,), count)])
-    for name, text, counts in (
-        ("store_lookups", "Lookups of requests in all tiers, by outcome.", status.lookups.lookups),
-        (
-            "store_lookup_tokens",
-            "Tokens that were looked up: those found, and the rest by the reason.",
-            status.lookups.tokens,
-        ),
-    ):
-        samples = [((model, outcome.value), counts.get(outcome, 0)) for outcome in LookupOutcome]
-        yield counter(f"foreword:{name}", text, ("model_name", "outcome"), samples)
-    text = "Blocks in the write queue."
-    yield gauge("foreword:store_queued_blocks", text, ("model_name",), [((model,), status.queued)])
+    for counters in (status, status.lookups):
+        for series in series_of(type(counters)):
+            yield _counted(series, ("model_name",), [((model,), counters)])
 
 
-# Name, description, and how the counters of a tier give the value.
-_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierCounters], float]], ...] = (
-    ("tier_hit_blocks", "Blocks read from a tier.", lambda c: c.hit_blocks),
-    (
-        "tier_missed_blocks",
-        "Blocks requested from a tier that it did not have, or not whole.",
-        lambda c: c.missed_blocks,
-    ),
-    ("tier_read_bytes", "Bytes read from a tier.", lambda c: c.read_bytes),
-    ("tier_read_seconds", "Seconds spent reading.", lambda c: c.read_seconds),
-    ("tier_written_blocks", "Blocks that a tier stored, or had already.", lambda c: c.written_blocks),
-    ("tier_written_bytes", "Bytes of those blocks.", lambda c: c.written_bytes),
-    ("tier_write_seconds", "Seconds spent writing.", lambda c: c.write_seconds),
-    ("tier_lookup_seconds", "Seconds spent in lookups.", lambda c: c.lookup_seconds),
-    ("tier_skipped", "Calls not made because the tier's circuit breaker was open.", lambda c: c.skipped),
-)
 _TIER_GAUGES: tuple[tuple[str, str, Callable[[StoreTier, StoreStatus], float]], ...] = (
     ("tier_bytes", "Bytes of the blocks in a tier.", lambda tier, status: status.bytes),
     ("tier_budget_bytes", "Size limit of a tier; 0 if it sets none.", lambda tier, status: status.budget),
@@ -216,26 +182,9 @@ def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
     """Metrics of each tier."""
     each = [(tier, tier.status()) for tier in tiers]
     labels = ("model_name", "tier")
-    for name, text, count in _TIER_COUNTERS:
-        samples = [((model, tier.label), count(tier.counters)) for tier, _ in each]
-        yield counter(f"foreword:{name}", text, labels, samples)
-    for name, text, kinds in (
-        ("tier_errors", "Failed calls, by kind.", [(tier.label, tier.counters.errors) for tier, _ in each]),
-        ("tier_bad_blocks", "Blocks that failed verification.", [(tier.label, tier.counters.bad) for tier, _ in each]),
-        (
-            "tier_refused_blocks",
-            "Blocks that a tier did not take, by reason.",
-            [(tier.label, tier.refused) for tier, _ in each if tier.selective],
-        ),
-    ):
-        by_kind = [((model, tier, kind), n) for tier, counts in kinds for kind, n in dict(counts).items()]
-        yield counter(f"foreword:{name}", text, (*labels, "kind"), by_kind)
-    lookups = [
-        ((model, tier.label, outcome.value), tier.counters.lookups[outcome])
-        for tier, _ in each
-        for outcome in LookupOutcome
-    ]
-    yield counter("foreword:tier_lookups", "Lookups in a tier, by outcome.", (*labels, "outcome"), lookups)
+    counters = [((model, tier.label), tier.counters) for tier, _ in each]
+    for series in series_of(TierCounters):
+        yield _counted(series, labels, counters)
     states = [((model, tier.label, one.value), float(tier.state is one)) for tier, _ in each for one in TierState]
     text = "1 for the state that a tier has, 0 for the others."
     yield gauge("foreword:tier_state", text, (*labels, "state"), states)

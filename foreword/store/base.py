@@ -26,7 +26,7 @@ from typing import Any, Final, Protocol
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.salt import DIGEST_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnreadable
-from foreword.store.frame import Frame, Header, read_header
+from foreword.store.frame import Frame, Header, UnreadBlock, read_header
 
 Name = bytes
 
@@ -258,11 +258,13 @@ class Store(Protocol):
         read. None at all from a store that does not keep frames in the memory of this process as `get` returns them."""
         return contextlib.nullcontext(Loan())
 
-    def reserve(self, headers: Sequence[Header], *, unread: bool = False, deadline: float) -> ReservedSlots:
+    def reserve(
+        self, headers: Sequence[Header] | Sequence[UnreadBlock], *, unread: bool = False, deadline: float
+    ) -> ReservedSlots:
         """Take slots for blocks, in chain order, that the store does not have, and evict others for them as `put` does.
 
-        `unread`: the frames are there already, in another store, which reads them into the slots: parents and depths in the
-        headers are guesses (`Header.unread`), and `publish` takes those in the frames. It ends at the first block that gets no
+        `unread`: the frames are there already, in another store, which reads them into the slots: `headers` has guesses of
+        parents and depths (`UnreadBlock`), and `publish` takes those in the frames. It ends at the first block that gets no
         slot: later ones are not read, and would evict others for nothing.
 
         A slot counts in the store's budget, and in its tenant's. It is neither evicted nor lent until the reservation ends: by

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 from foreword.blocks.fair_share import TenantUse, choose, compared, share
@@ -124,8 +124,11 @@ class ChainLru:
         """Make a slot available to `allocate` again. Its block was removed before."""
         self._free.append(slot)
 
-    def add(self, slot: int, name: Name, parent: Name, depth: int, now: int) -> None:
-        """Put a block into an allocated slot. Its parent may be added later or never (the root of a chain)."""
+    def add(self, slot: int, name: Name, parent: Name, depth: int, now: int, *, queue: bool = True) -> None:
+        """Put a block into an allocated slot. Its parent may be added later or never (the root of a chain).
+
+        `queue`: without it the block can be evicted after `enqueue` only: most blocks of a chain are no leaves then.
+        """
         self.index[name] = slot
         self.names[slot] = name
         self.depths[slot] = depth
@@ -139,8 +142,15 @@ class ChainLru:
         tenant.slots += 1
         tenant.used_at = time.monotonic()
         self.parents[slot] = self._add_child(parent) if parent != name else None
-        if not self._children[slot]:
+        if queue and not self._children[slot]:
             self._push(slot, tenant)
+
+    def enqueue(self, slots: Iterable[int]) -> None:
+        """Let blocks be evicted that were added without."""
+        children = self._children
+        for slot in slots:
+            if not children[slot]:
+                self._enqueue(slot)
 
     def move(self, slot: int, parent: Name, depth: int) -> None:
         """Put a block, whose parent and depth were not known, behind its parent. Nothing if it was removed."""

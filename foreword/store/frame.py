@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -99,15 +99,6 @@ class Header:
         """The name of the previous block of the chain. For the first block it is a name that no block has."""
         return self.layout + named_root(self.root, self.parent) + self.parent
 
-    @classmethod
-    def unread(cls, name: bytes, length: int, before: bytes = b"") -> Header:
-        """The header of a raw block as far as it is known before its frame is read: by its name and the bytes of its payload.
-
-        `before`: the name of the block that is probably its parent; b"": unknown, and the header says that there is none.
-        """
-        layout, root, key = name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:-KEY_BYTES], name[-KEY_BYTES:]
-        return cls(layout, root, key, before[-KEY_BYTES:] or key, 0, RAW, length, length)
-
     def pack(self) -> bytes:
         """Encode the header without its checksum, 160 bytes."""
         return _HEAD.pack(
@@ -127,6 +118,20 @@ class Header:
             self.nonce,
             _RESERVED,
         )
+
+
+class UnreadBlock(NamedTuple):
+    """A raw block as far as it is known before its frame is read.
+
+    Attributes:
+        parent_name: name of the block that is probably its parent; its own name: unknown.
+        length: bytes of its payload.
+    """
+
+    name: bytes
+    parent_name: bytes
+    length: int
+    depth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +190,10 @@ def read_header(data: bytes | memoryview) -> Header:
     return Header(layout, root, key, parent, depth, codec, raw_length, length, group, key_id, nonce)
 
 
-def place_in_chain(data: memoryview) -> tuple[bytes, int]:
-    """The name of the parent of a block, as `Header.parent_name` is, and its depth, by its frame, which was verified."""
-    layout, root, parent, depth = _PLACE.unpack_from(data, len(data) - HEADER_BYTES)
+def place_in_chain(data: memoryview, end: int) -> tuple[bytes, int]:
+    """The name of the parent of a block, as `Header.parent_name` is, and its depth, by its frame, which was verified and ends
+    at byte `end` of the data."""
+    layout, root, parent, depth = _PLACE.unpack_from(data, end - HEADER_BYTES)
     return layout + named_root(root, parent) + parent, depth
 
 

@@ -40,7 +40,7 @@ from foreword.store.base import (
     has_prefix,
     step_deadline,
 )
-from foreword.store.frame import FOREIGN_REASONS, Frame, Header, check
+from foreword.store.frame import FOREIGN_REASONS, Frame, Header, UnreadBlock, check
 from foreword.store.tier_counters import Filling, LookupOutcome, Rate, TierCounters, TierState
 from foreword.store.tier_rules import BlockUse
 from foreword.store.tier_threads import CircuitBreaker, TierCall, TierThreads
@@ -86,7 +86,6 @@ class StoreTier:
         local: whether it is memory or a disk of this machine.
         suspended: no block is searched or read here: an audit has found a wrong one that came from here.
         selective: whether the tier refuses some blocks. `holds`: whether it gets blocks late (`store/tier_admission.py`).
-        refused: number of blocks that it did not take, by reason.
         faster: the faster tiers.
     """
 
@@ -107,7 +106,6 @@ class StoreTier:
         self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
         self.selective = self.holds = False
-        self.refused: Counter[str] = Counter()
         self.filling = Filling()
         self.faster: Sequence[StoreTier] = ()
         self._threads = TierThreads(store.label)
@@ -589,7 +587,9 @@ class StoreTier:
             self._notify(True, names if kept == len(names) else self._present(names, deadline))
         return kept
 
-    def reserve(self, headers: Sequence[Header], deadline: float, *, unread: bool = False) -> ReservedSlots:
+    def reserve(
+        self, headers: Sequence[Header] | Sequence[UnreadBlock], deadline: float, *, unread: bool = False
+    ) -> ReservedSlots:
         """Slots in a store that reserves them (`Store.reserve`); none if it fails."""
         given = {"unread": True} if unread else {}  # stores of earlier versions do not know it
         return self.attempt(lambda: self.store.reserve(headers, **given, deadline=deadline), ReservedSlots())

@@ -146,7 +146,7 @@ class RuledTier(StoreTier):
         super().__init__(store, clock, writable=writable)
         self.admission = TierAdmission(rule, clock)
         self.held = HeldWrites(rule.hold, self.admission.refused)
-        self.refused = self.admission.refused
+        self.counters.refused = self.admission.refused
         self.selective, self.holds = True, bool(rule.hold)
         self._writing_held = threading.Lock()
 
@@ -185,7 +185,7 @@ class RuledTier(StoreTier):
             frames = tier.get(missing, buffers, deadline) if missing else ()
             found.update((frame.name, frame) for frame in frames if frame is not None)
         if len(found) < len(names):
-            self.refused["gone"] += len(names) - len(found)
+            self.counters.refused["gone"] += len(names) - len(found)
         if found:
             super().put([found[name] for name in names if name in found], deadline, wait=not everything)
         return bool(names)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
+
+from foreword.store.series import counted
 
 _RATE_LIFETIME: Final = 60.0  # seconds until a measured rate expires; then one load is tried again
 _RATE_WEIGHT: Final = 0.3
@@ -33,6 +35,9 @@ class LookupOutcome(StrEnum):
     TOO_SMALL = "too_small"
 
 
+OUTCOMES: Final[dict[str, Any]] = {"by": "outcome", "values": tuple(LookupOutcome)}
+
+
 class TierState(StrEnum):
     """Whether a tier is used.
 
@@ -55,54 +60,51 @@ class TierState(StrEnum):
 
 @dataclass(slots=True)
 class TierCounters:
-    """Counters of one tier since the start. `errors` and `bad` (frames that failed verification) count by kind.
+    """Counters of one tier since the start.
 
-    In `errors`, `block_failed` counts blocks that a call could not read although others of the call were read. `lookups` count
-    by outcome; a request may look up several times in one tier.
+    In `errors`, `block_failed` counts blocks that a call could not read although others of the call were read.
     """
 
-    hit_blocks: int = 0
-    missed_blocks: int = 0
-    read_bytes: int = 0
-    read_seconds: float = 0.0
-    written_blocks: int = 0
-    written_bytes: int = 0
-    write_seconds: float = 0.0
-    lookups: Counter[LookupOutcome] = field(default_factory=Counter)
-    lookup_seconds: float = 0.0
-    skipped: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)
+    hit_blocks: int = counted("Blocks read, whole and verified.", "blocks", "tier_hit_blocks", "loaded_blocks")
+    missed_blocks: int = counted("Blocks requested and not read.", "blocks", "tier_missed_blocks")
+    read_bytes: int = counted("Bytes read.", "bytes", "tier_read_bytes", "loaded_bytes")
+    read_seconds: float = counted(
+        "Seconds spent reading, over all threads.", "seconds", "tier_read_seconds", "load_busy_seconds"
+    )
+    written_blocks: int = counted("Blocks stored, or there already.", "blocks", "tier_written_blocks", "saved_blocks")
+    written_bytes: int = counted("Bytes of these blocks.", "bytes", "tier_written_bytes", "saved_bytes")
+    write_seconds: float = counted("Seconds spent writing.", "seconds", "tier_write_seconds", "save_busy_seconds")
+    lookups: Counter[LookupOutcome] = counted(
+        "Lookups in a tier; a request may look up several times.", "lookups", "tier_lookups", **OUTCOMES
+    )
+    lookup_seconds: float = counted("Seconds spent in lookups.", "seconds", "tier_lookup_seconds")
+    skipped: int = counted("Calls not made: the circuit breaker was open.", "calls", "tier_skipped")
+    errors: Counter[str] = counted("Failed calls.", "calls", "tier_errors", by="kind", summed=True)
+    bad: Counter[str] = counted(
+        "Blocks that failed verification; removed and not used.",
+        *("blocks", "tier_bad_blocks", "corrupt_blocks"),
+        by="kind",
+        summed=True,
+    )
+    refused: Counter[str] = counted(
+        "Blocks that the tier's rules of admission refused.", "blocks", "tier_refused_blocks", by="kind"
+    )
 
     @property
     def stamp(self) -> tuple[float, ...]:
         """Differs from before if a counter has changed. It is quicker than to read all of them."""
-        kinds = sum(self.lookups.values()), sum(self.errors.values()), sum(self.bad.values())
+        kinds = (sum(one.values()) for one in (self.lookups, self.errors, self.bad, self.refused))
         return *kinds, self.skipped, self.hit_blocks, self.missed_blocks, self.read_seconds, self.write_seconds
 
 
 @dataclass(slots=True)
 class Filling:
-    """Bytes of a tier's slots that are read into from slower tiers at this moment, and how many such reads are late."""
+    """Bytes of a tier's slots that are read into from slower tiers at this moment, and how many such reads are late.
+    `slot_bytes`: of a slot, when one was last taken."""
 
     bytes: int = 0
     late: int = 0
-
-
-# What metrics show of a tier: name, help, and how the value is read from its counters.
-PER_TIER: Final[tuple[tuple[str, str, Callable[[TierCounters], float]], ...]] = (
-    ("loaded_blocks", "Blocks read from a tier and verified.", lambda c: c.hit_blocks),
-    ("loaded_bytes", "Bytes read from a tier.", lambda c: c.read_bytes),
-    ("load_busy_seconds", "Seconds spent reading from a tier, over all threads.", lambda c: c.read_seconds),
-    ("missed_blocks", "Blocks that were requested from a tier and not read.", lambda c: c.missed_blocks),
-    ("corrupt_blocks", "Blocks that failed verification; removed and not used.", lambda c: sum(c.bad.values())),
-    ("saved_blocks", "Blocks written to a tier, including those it had already.", lambda c: c.written_blocks),
-    ("saved_bytes", "Bytes written to a tier.", lambda c: c.written_bytes),
-    ("save_busy_seconds", "Seconds spent writing to a tier.", lambda c: c.write_seconds),
-    ("lookup_seconds", "Seconds spent on lookups in a tier.", lambda c: c.lookup_seconds),
-    ("errors", "Calls to a tier that failed.", lambda c: sum(c.errors.values())),
-    ("skipped", "Calls to a tier that its open circuit breaker skipped.", lambda c: c.skipped),
-)
+    slot_bytes: int = 0
 
 
 class Rate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foreword.blocks import prefix_cache
+from foreword.blocks import partial_blocks
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.prefix_cache import BlockTable, Copy, Match, PrefixCache
 from foreword.blocks.salt import NO_SALT, Salt
@@ -23,8 +23,8 @@ def snapshot(cache: PrefixCache, *tables: BlockTable) -> tuple[object, ...]:
         [pool.key(block) for block in blocks],
         list(pool._index.items()),
         [(name, list(others)) for name, others in pool._copies.items()],
-        [(name, block, list(tokens)) for name, (block, tokens, _) in cache._partials.items()],
-        list(cache._partial_parents.items()),
+        [(name, block, list(tokens)) for name, (block, tokens, _) in cache._partials._noted.items()],
+        list(cache._partials._keys.items()),
         [(t.chain.tokens.tolist(), list(t.blocks), t.published, t.next_block_at) for t in tables],
     )
 
@@ -353,7 +353,7 @@ def test_nothing_to_note() -> None:
 
 def test_tails_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes of more sequences than the bound push out those noted first."""
-    monkeypatch.setattr(prefix_cache, "MAX_PARTIAL_BLOCKS", 100)
+    monkeypatch.setattr(partial_blocks, "MAX_PARTIAL_BLOCKS", 100)
     cache = PrefixCache(110, 2)
     for number in range(105):
         table = cache.open([number], salt=Salt(number.to_bytes(3, "little")))
@@ -628,6 +628,6 @@ def test_check_finds_a_stray_partial_block() -> None:
     table, _ = admit(cache, [1, 2])
     cache.note_partial(table, 2)
     cache.check()
-    cache._partial_parents.clear()
+    cache._partials._keys.clear()
     with pytest.raises(IntegrityError, match="partial block"):
         cache.check()

@@ -122,7 +122,8 @@ def test_unshared_prefix(family: str, engine: Make, reference: Find) -> None:
     """With shared-prefix attention switched off each sequence reads the prefix itself, and gives the same tokens."""
     truth = reference(family)
     for shuffled in (False, True):
-        llm = engine(family, shared_prefix_attention=False)
+        llm = engine(family)
+        llm._core._runner.share_prefixes = False
         if shuffled:
             shuffle_blocks(llm)
         check(llm, truth, [COMMON], 1)

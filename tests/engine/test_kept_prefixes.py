@@ -1,4 +1,4 @@
-"""The contract of kept prefixes in the stores, for all that keep some: named prefixes and retentions of an engine, of another
+"""The contract of leases in the stores, for all that keep some: named prefixes and retentions of an engine, of another
 one on the same store, and of vLLM's two processes."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from foreword.entrypoints.llm import LLM
 from foreword.integrations.vllm_extras.retentions import CacheAction, ConnectorRetentions
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content
-from foreword.prefixes.pins import PrefixPins
+from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.stored_names import StoredPrefixes
 from foreword.store.urls import open_store
@@ -91,14 +91,6 @@ class ConnectorKeeper(Keeper):
         self._store.close()
 
 
-class Nothing:
-    """No device."""
-
-    bytes = 0
-
-    def end(self) -> None: ...
-
-
 class ServerNames(Keeper):
     """Names of a process that has no engine, as vLLM's API server has them."""
 
@@ -109,9 +101,9 @@ class ServerNames(Keeper):
             assert isinstance(content, str)
             return llm.tokenizer.encode(content)
 
-        pins = PrefixPins(self._store, llm.info.namespace, [group])
+        pins = StorePins(self._store, llm.info.namespace, [group])
         storage = StoredPrefixes(self._store, pins, "m", BLOCK)
-        self._service = PrefixService(tokenize, lambda name, tokens: Nothing(), storage)
+        self._service = PrefixService(tokenize, lambda name, tokens: None, storage)
 
     def keep(self, text: str) -> None:
         with self._service.register(f"server{len(text)}", text) as one:
@@ -170,7 +162,7 @@ def site(engine: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("second", represented([*NAMES, *RETENTIONS], *NAMES))
 @pytest.mark.parametrize("first", [*NAMES, *RETENTIONS])
 def test_what_another_one_needs_stays(site: Site, first: str, second: str) -> None:
-    """Of two kept prefixes that begin alike, in any two processes, ending one unpins only what the other does not need; ending
+    """Of two leases that begin alike, in any two processes, ending one unpins only what the other does not need; ending
     both leaves nothing."""
     one, other = site.keepers[first], site.keepers[second]
     kept = [(one, ONE), (other, OTHER)]

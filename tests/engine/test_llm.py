@@ -244,7 +244,7 @@ def test_budget(engine: Make) -> None:
         llm.add_prefix("more", "x" * (4 * room // 2 + 4))
     assert llm._core.steps == steps
     llm.add_prefix("rest", "x" * (4 * (room - room // 2)))
-    assert llm._core.leases.book.named_blocks == room == llm._core.leases.book.budget
+    assert llm._core.leases.book.named_bytes == room * per_block == llm._core.leases.book.budget
     llm.remove_prefix("half")
     llm.add_prefix("again", "y" * (4 * room // 2))
     assert [prefix.name for prefix in llm.list_prefixes()] == ["again", "rest"]

@@ -237,6 +237,22 @@ def test_a_tenants_name_for_public_blocks(folder: Callable[[str], Path], tmp_pat
     asyncio.run(run())
 
 
+def test_tenants_keep_the_same_public_text(folder: Callable[[str], Path]) -> None:
+    """Each tenant that keeps a public text has a retention of its own, which it sees, and which only its own release ends."""
+
+    async def run(server: Server) -> None:
+        marked = await server.mark()
+        engine, (ann, bob, _) = server.engine, TENANTS
+        for salt in (ann, bob):
+            assert (await engine.retain(marked, 600.0, salt=salt)).status == "accepted"
+        assert [len(engine.release(salt=ann)), len(engine.retentions(ann.tenant))] == [1, 0]
+        assert [len(engine.retentions(bob.tenant)), len(engine.release(salt=bob))] == [1, 1]
+        assert engine.status().retained_blocks == 0
+
+    with closing(Server(folder("llama"))) as server:
+        asyncio.run(run(server))
+
+
 def names_in(store: TieredStore) -> list[Name]:
     return [
         one for tier in store.tiers for names in tier.store.list_names(deadline=time.monotonic() + 60) for one in names

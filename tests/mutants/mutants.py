@@ -38,6 +38,7 @@ DISK = ("tests/store/test_disk.py", "tests/store/test_disk_faults.py")
 ENCRYPTION = ("tests/store/test_encryption.py",)
 SOUND = ("tests/store/test_sound_blocks_stay.py",)
 ERASURE = ("tests/store/test_erasure_faults.py",)
+LEASES = ("tests/engine/test_lease_contract.py",)
 RECORDS = ("tests/store/test_shared_records.py",)
 OFFLOAD = ("tests/test_offload.py", "tests/engine/test_stores.py")
 
@@ -358,18 +359,53 @@ MUTANTS = (
         ("tests/engine/test_kept_prefixes.py",),
     ),
     Mutant(
-        "kept prefixes: retentions ignore what names have",
+        "leases: retentions ignore what names have",
         "foreword/blocks/leases.py",
-        "min(self.retain_budget, self.free)",
-        "self.retain_budget",
-        ("tests/blocks/test_retention.py",),
+        "min(self._retain_budget, self.free)",
+        "self._retain_budget",
+        ("tests/blocks/test_leases.py",),
     ),
     Mutant(
-        "kept prefixes: a name that has ended keeps its blocks",
+        "leases: a name that has ended keeps its blocks",
         "foreword/blocks/leases.py",
-        "            if one not in self._named:\n",
+        "            if lease not in self._named:\n",
         "            if False:\n",
-        ("tests/blocks/test_retention.py",),
+        ("tests/blocks/test_leases.py",),
+    ),
+    Mutant(
+        "leases: a budget of bytes counts blocks",
+        "foreword/blocks/leases.py",
+        "        return min(self._retain_budget, self.free) // self.block_bytes\n",
+        "        return min(self._retain_budget, self.free)\n",
+        LEASES,
+    ),
+    Mutant(
+        "leases: the end of one takes what another one has",
+        "foreword/blocks/leases.py",
+        "            if not counted[block]:\n",
+        "            if True:\n",
+        LEASES,
+    ),
+    Mutant(
+        "leases: a use does not renew",
+        "foreword/blocks/leases.py",
+        "                    one.expires = self._clock() + one.ttl\n",
+        "                    pass\n",
+        LEASES,
+    ),
+    Mutant(
+        "pins: blocks that are written later are not pinned",
+        "foreword/prefixes/pins.py",
+        "                self._pending[root, keys[-1]] = keys, self._tries\n",
+        "                pass\n",
+        LEASES,
+    ),
+    Mutant(
+        "pins: what has ended is pinned when it is written",
+        "foreword/prefixes/pins.py",
+        "            self._pending.pop((root, keys[-1]), None)\n",
+        "            pass\n",
+        LEASES,
     ),
     Mutant(
         "tier: circuit breaker never opens",

@@ -28,6 +28,7 @@ from foreword.cli.flags import with_router_config
 from foreword.configuration import Config
 from foreword.router.discovery import configured_replicas
 from foreword.router.process import serving
+from foreword.router.router import Router
 
 R = TypeVar("R", bound="RunningRouter")
 # Probes come often; how long an answer to one may take has nothing to do with what most tests promise.
@@ -107,7 +108,7 @@ class RouterThread(RunningRouter, logging.Handler):
             self.lines.append(self.format(record) + "\n")
 
     async def _serve(self, config: Config, listener: socket.socket) -> None:
-        async with serving(config, listener, configured_replicas(config.router)) as self.router:
+        async with serving(listener, configured_replicas(config.router), Router(config)) as self.router:
             await asyncio.Event().wait()
 
     def _run(self) -> None:

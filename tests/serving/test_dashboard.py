@@ -357,8 +357,51 @@ def test_tenants_see_their_own(site: DashboardServer) -> None:
     assert "swordfish" not in str(mine) and "salt" not in str(mine)
 
 
+_LAST_HOUR = """
+const done = arguments[arguments.length - 1];
+const [times, rows, start] = arguments;
+const modules = ["./metrics.js", "./parts.js", "./dom.js"].map((name) => import(name));
+Promise.all(modules).then(([{ Timeline }, { figure }, { percent }]) => {
+  const timeline = new Timeline();
+  timeline.load({ series: [["asked", {}], ["found", {}]], times, values: rows });
+  const [asked, found] = rows[rows.length - 1];
+  const values = new Map([["process_start_time_seconds", start], ["asked", asked], ["found", found]]);
+  timeline.push(times[times.length - 1] + 1, values);
+  const past = (_, before, after) => {
+    const delta = (name) => (after.get(name) || 0) - (before.get(name) || 0);
+    return delta("found") / delta("asked");
+  };
+  const one = figure("share", "Share", { past, word: percent });
+  one.look(timeline);
+  const line = one.element.querySelector("svg");
+  done(line ? [line.getAttribute("aria-label"), line.querySelector("path").getAttribute("d").split("M").length - 1] : null);
+}).catch((error) => done(String(error)));
+"""
+
+
+@pytest.mark.slow
+def test_the_last_hour_is_drawn(site: DashboardServer, page: Page) -> None:
+    """A figure's line covers the last hour: lowest, highest and newest value in words, a gap where nothing was measured.
+
+    Half the prompts hit in the first twenty minutes, none are asked in the next, nine of ten hit in the last.
+    """
+    page.open(site.url)
+    page.wait(lambda: page.text("[data-field=hit-share-sub]") != "")
+    start = 10_000.0
+    times = [start + 10 * number for number in range(361)]
+    rows = []
+    asked = found = 0
+    for at in times:
+        rows.append([asked, found])
+        part = int((at - start) // 1200)
+        asked, found = asked + (0 if part == 1 else 10), found + (5, 0, 9, 9)[part]
+    drawn = page.driver.execute_async_script(_LAST_HOUR, times, rows, start)
+    assert drawn == ["Last hour: 50 % to 90 %, now 90 %", 2]
+    assert page.driver.execute_async_script(_LAST_HOUR, times[:5], rows[:5], start) is None, "four samples are no line"
+
+
 def test_history_is_kept_and_bounded() -> None:
-    """The ring buffer keeps half an hour, accepts series that appear later, and skips buckets of histograms."""
+    """The ring buffer keeps an hour, accepts series that appear later, and skips buckets of histograms."""
     registry = CollectorRegistry()
     first = Gauge("foreword:first", "", ("model_name", "tier"), registry=registry)
     Gauge("python:other", "", registry=registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -149,6 +150,21 @@ class Eraser(ScriptedReplica):
         while self.hangs:
             await asyncio.sleep(0.05)
         return web.json_response({"id": "1", "what": "tenant", "complete": True, "left": 0, "device_blocks": 3})
+
+
+def test_receipts_at_any_worker() -> None:
+    """The receipt of an erasure is found by its id at each worker of a router, whichever has erased."""
+    eraser = Eraser(Loop(), hangs=False)
+    router = RouterProcess("--replica", eraser.url, "--workers", "2").wait_for(2)
+    try:
+        until(lambda: router.metric("foreword:router_workers", state="answering") == 2)
+        receipt = httpx.delete(f"{router.url}/v1/cache").raise_for_status().json()
+        # Each request has a connection of its own, which either worker may take.
+        found = [httpx.get(f"{router.url}/v1/cache/erasures/{receipt['id']}") for _ in range(12)]
+        assert [one.json() for one in found] == [receipt] * 12
+        assert len(set(re.findall(r"worker \d: GET /v1/cache/erasures", router.text))) == 2
+    finally:
+        router.kill()
 
 
 def test_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def fleet() -> Iterator[Fleet]:
     try:
         urls = [server.wait_ready() for server in servers]
         port = free_port()
-        picker = picker_on(port, urls)
+        picker = picker_on(port, urls, "--picker-trusts-headers")
         yield Fleet(servers, urls, picker, port)
         picker.kill()
     finally:
@@ -103,6 +103,16 @@ def test_a_prompt_goes_where_its_prefix_is(fleet: Fleet, gateway: Envoy) -> None
         assert usage["prompt_tokens_details"]["cached_tokens"] > 0
         alone = complete(replica, prompt).json()["choices"][0]["text"]
         assert text == first.json()["choices"][0]["text"] == alone
+    until(lambda: fleet.in_flight() == 0)
+
+
+def test_a_gateway_names_the_model(fleet: Fleet, gateway: Envoy) -> None:
+    """The model that a trusted gateway names in a header replaces the one in the body, which no replica knows."""
+    headers = {"x-llm-d-model-name-rewrite": "stdlib-nano", "x-llm-d-inference-fairness-id": "team"}
+    body = body_of(words(f"{gateway.mode} sleet", 20), model="an alias")
+    answer = http_client.post(f"{gateway.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200 and answer.json()["model"] == "stdlib-nano", answer.text
+    assert http_client.post(f"{gateway.url}/v1/completions", json=body).status_code == 404
     until(lambda: fleet.in_flight() == 0)
 
 

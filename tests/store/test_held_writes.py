@@ -35,7 +35,7 @@ def late(store: TieredStore, frames: Sequence[Frame]) -> list[bool]:
 
 
 def refused(store: TieredStore) -> dict[str, int]:
-    return dict(store.tiers[1].refused)
+    return dict(store.tiers[1].counters.refused)
 
 
 def test_the_oldest_are_written_when_more_wait() -> None:

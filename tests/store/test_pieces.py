@@ -421,3 +421,24 @@ def test_an_erasure_ends_what_was_half_removed(tmp_path: Path) -> None:
         assert all(one.problem is None for one in steps)
         assert bytes(frames[1].payload) not in path.read_bytes()
         assert store.status().bytes == 3 * (5000 + HEADER_BYTES)
+
+
+@pytest.mark.parametrize("kept", [1, 5, 8])
+def test_a_piece_that_is_cut_goes_with_its_last_block(tmp_path: Path, kept: int) -> None:
+    """After a loss of power a piece may end in the middle, and the index is made anew. The piece is removed with the last block
+    that is whole, however the blocks go: one after the other from either end, or by chance."""
+    for order in (list, reversed, lambda names: random.Random(1).sample(names, len(names))):
+        frames, folder = make_frames(61, 8, 1000), tmp_path / order.__name__
+        with closing(DiskStore(folder, 64 << 20, pieces=PIECE)) as store:
+            store.put(frames, deadline=soon())
+        [path] = pieces_of(folder)
+        with path.open("rb") as piece:
+            ends = [one.at + one.length for one in pieces.entries(piece.fileno())]
+        os.truncate(path, ends[kept - 1] + (10 if kept < 8 else 0))
+        forget_index(folder)
+        with closing(DiskStore(folder, 64 << 20, pieces=PIECE)) as store:
+            assert read(store, frames) == whole(frames[:kept]) + [None] * (8 - kept)
+            for name in order(names_of(frames[:kept])):
+                assert pieces_of(folder) == [path]
+                assert store.delete([name], deadline=soon()) == 1
+            assert not pieces_of(folder)

@@ -50,7 +50,7 @@ def test_second_use() -> None:
     assert taken(store, chain[:2], BlockUse(again=True)) == [True] * 2
     assert taken(store, chain, BlockUse()) == [True] * 4 + [False] * 2
     assert taken(store, chain[:4], BlockUse(again=True)) == [False] * 4
-    assert store.tiers[1].refused == {"first_use": 6}
+    assert store.tiers[1].counters.refused == {"first_use": 6}
 
 
 def test_put_writes_what_the_tier_takes() -> None:
@@ -70,7 +70,7 @@ def test_prompts_and_long_prompts() -> None:
     assert taken(store, chain[:3], BlockUse(100, 16, again=True)) == [True] * 3
     assert taken(store, chain[3:], BlockUse(70, 16)) == [True, False, False], "the fourth block ends at token 64"
     assert taken(store, chain, BlockUse(100, 16, again=True)) == [False] * 4 + [True] * 2
-    assert store.tiers[1].refused == {"short": 3, "answer": 2}
+    assert store.tiers[1].counters.refused == {"short": 3, "answer": 2}
 
 
 def test_promotions() -> None:
@@ -90,7 +90,7 @@ def test_write_rate() -> None:
     assert taken(store, make_frames(2, 9, SMALL_PAYLOAD), BlockUse()) == [True] * 5 + [False] * 4
     clock.now += 100.0
     assert taken(store, chain, BlockUse(again=True)) == [False] * 10 + [True] * 10 + [False] * 10
-    assert store.tiers[1].refused == {"rate": 3, "gap": 1 + 18 + 3 + 9}
+    assert store.tiers[1].counters.refused == {"rate": 3, "gap": 1 + 18 + 3 + 9}
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

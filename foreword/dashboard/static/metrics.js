@@ -6,7 +6,7 @@ const LABEL = /([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 const UNSHOWN = /_created$|(?<!vllm:time_to_first_token_seconds|:inter_token_latency_seconds|:router_time_per_output_token_seconds|:router_time_to_first_token_seconds)_bucket$/;
 const ROUTER = /^foreword:router_/;
 const BY_REPLICA = /^foreword:router_(decisions|failures|expected_cached_tokens|usage_prompt_tokens|usage_cached_tokens)_total$/;
-const KEEP = 1800;
+const KEEP = 3600;
 
 // A server has one model; a router may have several. Few metrics are shown by replica, so that the work stays small in a large
 // fleet; the others are sums over the replicas. `metric_history.py` keeps the same.
@@ -29,11 +29,14 @@ export function parse(text) {
   return values;
 }
 
-// Samples of the last half hour, oldest first: those that the server kept, then our own.
+// Samples of the last hour, oldest first: those that the server kept, then our own.
 export class Timeline {
   constructor() { this.samples = []; }
 
   get last() { return this.samples[this.samples.length - 1]; }
+
+  // Since when anything is known: the server's start, or the oldest sample.
+  get since() { return this.samples.length ? Math.max(this.start || 0, this.samples[0].t - KEEP) : Infinity; }
 
   load(history) {
     const keys = history.series.map(([name, labels]) => keyOf(name, labels));
@@ -54,12 +57,12 @@ export class Timeline {
     if (this.samples.length % 60 === 0) this.trim();
   }
 
-  // Every second for five minutes, then every five seconds.
+  // Every second for five minutes, then every ten seconds.
   trim() {
     const now = this.last ? this.last.t : 0;
     let before = -Infinity;
     this.samples = this.samples.filter(({ t }) => {
-      if (t < now - KEEP - 30 || (t < now - 300 && t - before < 4.5)) return false;
+      if (t < now - KEEP - 30 || (t < now - 300 && t - before < 9.5)) return false;
       before = t;
       return true;
     });

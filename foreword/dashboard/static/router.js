@@ -35,11 +35,17 @@ export function worstOf(rows) {
 
 export class RouterView {
   constructor(root) {
-    this.hit = figure("hit-share", "Cache hit rate");
-    this.first = figure("first-token", "Time to first token (TTFT), median");
-    this.next = figure("inter-token", "Inter-token latency (ITL), median");
+    const share = (timeline, before, after) => {
+      const delta = (name) => sum(timeline, (key) => (after.get(key) || 0) - (before.get(key) || 0), name);
+      return delta(FOUND) / delta(ASKED);
+    };
+    const median = (name) => (timeline, before, after) => timeline.quantile(after, before, name, 0.5);
+    const most = (timeline, before, after, from, to) => timeline.mostOf(from, to, ["foreword:router_in_flight"])[0];
+    this.hit = figure("hit-share", "Cache hit rate", { past: share, word: percent });
+    this.first = figure("first-token", "Time to first token (TTFT), median", { past: median(TTFT), word: seconds });
+    this.next = figure("inter-token", "Inter-token latency (ITL), median", { past: median(ITL), word: seconds });
     this.outcomes = new Outcomes("foreword:router_");
-    this.flight = figure("in-flight", "Requests in flight");
+    this.flight = figure("in-flight", "Requests in flight", { past: most, word: count });
     this.moved = figure("moved", "Sessions moved");
     this.replicas = new ReplicaTable();
     this.strip = new Strip((replica) => this.replicas.choose(replica));
@@ -79,6 +85,7 @@ export class RouterView {
     this.outcomes.draw(timeline, period);
     this.flight.set(count(level("foreword:router_in_flight")), `${count(level("foreword:router_queue_length"))} queued here`);
     this.moved.set(count(total("foreword:router_sessions_moved_total")), `${count(level("foreword:router_sessions"))} sessions known`);
+    for (const one of [this.hit, this.first, this.next, this.flight]) one.look(timeline);
     this.drawReplicas(timeline, period, now);
     this.drawCharts(timeline, range, asked, found);
     renew(this.decisions, now.decisions, (rows) => (rows.length ? this.decided(rows) : empty("None since the router started.")));

@@ -15,11 +15,17 @@ const SHARES = [["none", "No hit", "computed"], ["some", "Under half", "device l
 
 export class ServerView {
   constructor(root) {
-    this.hit = figure("hit-share", "Prefix cache hit rate");
-    this.first = figure("first-token", "Time to first token (TTFT), median");
-    this.next = figure("inter-token", "Inter-token latency (ITL), median");
+    const share = (timeline, before, after) => {
+      const delta = (name) => (after.get(name) || 0) - (before.get(name) || 0);
+      return delta("vllm:prefix_cache_hits_total") / delta("vllm:prefix_cache_queries_total");
+    };
+    const median = (name) => (timeline, before, after) => timeline.quantile(after, before, name, 0.5);
+    const most = (timeline, before, after, from, to) => timeline.most(from, to, ["vllm:num_requests_running"])[0];
+    this.hit = figure("hit-share", "Prefix cache hit rate", { past: share, word: percent });
+    this.first = figure("first-token", "Time to first token (TTFT), median", { past: median(FIRST), word: seconds });
+    this.next = figure("inter-token", "Inter-token latency (ITL), median", { past: median(ITL), word: seconds });
     this.outcomes = new Outcomes("foreword:");
-    this.requests = figure("running", "Requests running");
+    this.requests = figure("running", "Requests running", { past: most, word: count });
     this.rate = figure("rate", "Tokens per second");
     this.places = h("div", { class: "places", id: "places" });
     this.sources = new Shares("Where prompt tokens came from, over time", 190);
@@ -69,6 +75,7 @@ export class ServerView {
     const recent = timeline.period(10);
     const speed = (name) => recent.delta(name) / 10;
     const computed = speed("vllm:prefix_cache_queries_total") - speed("vllm:prefix_cache_hits_total");
+    for (const one of [this.hit, this.first, this.next, this.requests]) one.look(timeline);
     this.rate.set(count(speed("vllm:generation_tokens_total")), `generated; ${count(computed)} prompt tokens computed`);
   }
 

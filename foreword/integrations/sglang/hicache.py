@@ -36,9 +36,10 @@ from foreword.store.base import Name
 from foreword.store.engine_store import EngineStore
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
+from foreword.store.series import Series, series_of
 from foreword.store.shared_records import SharedRecords
 from foreword.store.store_keys import keys_from_environment
-from foreword.store.tier_counters import PER_TIER
+from foreword.store.tier_counters import TierCounters
 from foreword.store.tiered import TieredStore, TierSearch
 from foreword.store.urls import check_stores, open_store
 from foreword.store_config import StoreConfig
@@ -142,7 +143,7 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         self._off = False
         self._lock = threading.Lock()
         self._done: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
-        self._shown, self._counted = 0.0, dict[tuple[str, str], float]()
+        self._shown, self._counted = 0.0, dict[tuple[str, ...], float]()
         _follow_weights(self)
 
     # Pools
@@ -365,11 +366,12 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         return StorageMetrics(rates["prefetch"], rates["backup"], speeds["prefetch"], speeds["backup"])
 
     def _show_tiers(self) -> None:
-        for name, help_text, read in PER_TIER:
+        for series in series_of(TierCounters):
             for tier in self._store.tiers:
-                amount, known = read(tier.counters), self._counted.get((name, tier.label), 0.0)
-                _counter(name, help_text).labels(tier.label).inc(amount - known)
-                self._counted[name, tier.label] = amount
+                for labels, amount in series.amounts(tier.counters, engine=True).items():
+                    name = series.engine, tier.label, *labels
+                    _counter(series).labels(tier.label, *labels).inc(amount - self._counted.get(name, 0.0))
+                    self._counted[name] = amount
 
     def _note(self, kind: str, pages: int, length: int, began: float) -> None:
         """Count a call: its pages, and GB per second."""
@@ -407,10 +409,10 @@ def _parts(count: int, size: int) -> list[range]:
 
 
 @functools.cache
-def _counter(name: str, help_text: str) -> Any:
+def _counter(series: Series) -> Any:
     from prometheus_client import Counter
 
-    return Counter(f"sglang:foreword_{name}", help_text, ("tier",))
+    return Counter(f"sglang:foreword_{series.engine}", series.text, ("tier", *series.labels(engine=True)))
 
 
 _backends: weakref.WeakSet[ForewordStorage] = weakref.WeakSet()

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import product
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -18,42 +19,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from foreword.errors import StoreError
 from foreword.integrations.vllm.degraded import statistic
 from foreword.integrations.vllm.transfer_extra import Leases
+from foreword.offload.counters import LookupCounts, OffloadStatus
 from foreword.offload.lookups import StoreLookups
-from foreword.offload.manager import OffloadManager, OffloadStatus
+from foreword.offload.manager import OffloadManager
 from foreword.offload.policy import LoadCosts
-from foreword.store.tier_counters import PER_TIER, LookupOutcome, TierState
+from foreword.store.series import Series, series_of
+from foreword.store.tier_counters import TierCounters, TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import labels_of
 
 REPORT_SECONDS: Final = 0.1
-# What `ForewordStats` counts by two names.
-_NESTED: Final = ("tiers", "lookups", "requests", "found")
-_TOTALS: Final = {
-    "dropped_blocks": "Blocks that were not written because the write queue was full.",
-    "loads": "Loads of a request's prefix that have ended.",
-    "loads_cut": "Loads that brought fewer blocks than were found; vLLM computed the rest.",
-    "loads_stopped": "Loads that were stopped because computing is faster.",
-    "loads_declined": "Prefixes found in the stores that were computed because that is faster than loading.",
-    "loads_too_small": "Those of the declined ones that would pay if a load had no fixed cost.",
-    "loads_refused": "Prefixes found that were computed because the blocks could not be used any more.",
-    "inline_lookups": "Lookups of requests that ended on the engine's thread, without a call that may block.",
-    "degraded": "Sides of the connector that stopped after an error. vLLM serves on, and no KV is saved or loaded.",
-    "unsafe_requests": "Requests whose KV was not saved because vLLM computes it wrongly beside adapters.",
-    "leases": "Prompts whose blocks were kept for a decode instance.",
-    "leases_unread": "Prompts whose blocks were kept and that no instance read.",
-    "lent_blocks": "Blocks that other instances read from leases.",
-    "shared_blocks": "Blocks that other instances read from memory tiers.",
-}
-_REQUESTS: Final = {
-    "request_lookups": "Lookups of requests in all tiers.",
-    "request_lookup_tokens": "Tokens that were looked up: those found, and the rest by the reason.",
-}
-_FOUND: Final = {
-    "found_prefixes": "Prefixes that lookups have found, by what became of them; a prefix that was cut counts twice.",
-    "found_tokens": "Tokens of prefixes that lookups have found: those loaded, and the rest by the reason.",
-}
-_GOOD: Final = (TierState.OK, TierState.HOLDING)
-_LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
 class FoundEnd(StrEnum):
@@ -76,19 +51,55 @@ class FoundEnd(StrEnum):
     RESET = "reset"
 
 
+def _labels(series: Series) -> dict[str, Sequence[str]]:
+    return dict.fromkeys(series.labels(engine=True), series.values)
+
+
+_OF_TIERS: Final = series_of(TierCounters)
+_OF_REQUESTS: Final = series_of(LookupCounts)
+_QUEUED, *_OF_LOADS = series_of(OffloadStatus)
+# Counters by name: text, and labels after vLLM's own with those values that are shown from the start (tiers are configured).
+_COUNTERS: Final[dict[str, tuple[str, dict[str, Sequence[str]]]]] = {
+    **{one.engine: (one.text, {"tier": (), **_labels(one)}) for one in _OF_TIERS},
+    **{one.engine: (one.text, _labels(one)) for one in (*_OF_REQUESTS, *_OF_LOADS)},
+    **{
+        name: (text, {"outcome": tuple(FoundEnd)})
+        for name, text in (
+            ("found_prefixes", "Prefixes that lookups found, by what became of them; one that was cut counts twice."),
+            ("found_tokens", "Tokens of prefixes that lookups found: those loaded, and the rest by the reason."),
+        )
+    },
+    "loads": ("Loads of a request's prefix that have ended.", {}),
+    "degraded": ("Sides of the connector that stopped after an error. No KV is saved or loaded; vLLM serves on.", {}),
+    "unsafe_requests": ("Requests whose KV was not saved because vLLM computes it wrongly beside adapters.", {}),
+    "leases": ("Prompts whose blocks were kept for a decode instance.", {}),
+    "leases_unread": ("Prompts whose blocks were kept and that no instance read.", {}),
+    "lent_blocks": ("Blocks that other instances read from leases.", {}),
+    "shared_blocks": ("Blocks that other instances read from memory tiers.", {}),
+}
+# In the keys of `counts`, between the name of a counter and the values of its labels.
+_NEXT: Final = "\t"
+# In vLLM's log line, with those that have no labels.
+_IN_LOG: Final = (
+    *("request_lookups", "found_tokens", "corrupt_blocks", "errors", "skipped"),
+    *("loaded_blocks", "saved_blocks", "loaded_bytes", "saved_bytes"),
+)
+_GOOD: Final = (TierState.OK, TierState.HOLDING)
+_LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
 class FoundCounts:
     """Counts what became of what lookups have found. Called from the engine's thread only."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, dict[str, float]] = {}
+        self._counts: dict[str, float] = {}
 
     def note(self, end: FoundEnd, tokens: int) -> None:
         """Tokens of one request."""
         if tokens > 0:
-            _add(self._counts.setdefault("found_prefixes", {}), {end.value: 1})
-            _add(self._counts.setdefault("found_tokens", {}), {end.value: tokens})
+            _add(self._counts, {f"found_prefixes{_NEXT}{end.value}": 1, f"found_tokens{_NEXT}{end.value}": tokens})
 
-    def take(self) -> dict[str, dict[str, float]]:
+    def take(self) -> dict[str, float]:
         """Statistics since the last call."""
         counts, self._counts = self._counts, {}
         return counts
@@ -98,11 +109,10 @@ class FoundCounts:
 class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     """Statistics since the last report.
 
-    `data`: `tiers` (label -> name -> amount), `lookups` (label -> outcome -> amount), `requests` (name -> outcome -> amount),
-    `found` (name -> what became of it -> amount), `counts` (name -> amount), `load_seconds` (one per load that has ended).
-    Not added up: `queued` (rank -> length of the write queue in blocks), `states` (process -> label of a tier -> its state),
-    `fixed` (label -> seconds that a load takes however small it is), `fingerprint` (of the weights, in the first report and
-    when they have changed; else empty).
+    `data`: `counts` (name of a counter, and behind it the values of its labels -> amount), `load_seconds` (one per load that
+    has ended). Not added up: `queued` (rank -> length of the write queue in blocks), `states` (process -> label of a tier ->
+    its state), `fixed` (label -> seconds that a load takes however small it is), `fingerprint` (of the weights, in the first
+    report and when they have changed; else empty).
     """
 
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -112,11 +122,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
             self.reset()
 
     def reset(self) -> None:
-        self.data = {
-            **{name: {} for name in (*_NESTED, "counts", "queued", "states", "fixed")},
-            "load_seconds": [],
-            "fingerprint": "",
-        }
+        self.data = {"counts": {}, "queued": {}, "states": {}, "fixed": {}, "load_seconds": [], "fingerprint": ""}
 
     @statistic(lambda *_: False)
     def is_empty(self) -> bool:
@@ -125,9 +131,6 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     @statistic(lambda self, _: self)
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add up amounts; the other's queue lengths and states are newer."""
-        for name in _NESTED:
-            for label, amounts in other.data.get(name, {}).items():
-                _add(self.data[name].setdefault(label, {}), amounts)
         _add(self.data["counts"], other.data["counts"])
         self.data["load_seconds"] = [*self.data["load_seconds"], *other.data["load_seconds"]]
         for name in ("queued", "states", "fixed"):
@@ -139,20 +142,16 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     def reduce(self) -> dict[str, int | float | str]:
         """For the log line: lookups by outcome, traffic of each tier, failures, and the states that are not good."""
         found: dict[str, int | float | str] = {}
-        for outcome, amount in self.data["requests"].get("request_lookups", {}).items():
-            found[f"lookups {outcome}"] = amount
-        for end, amount in self.data["found"].get("found_tokens", {}).items():
-            found[f"found tokens {end}"] = amount
-        for label, amounts in self.data["tiers"].items():
-            for verb in ("loaded", "saved"):
-                found[f"{label} {verb} blocks"] = amounts.get(f"{verb}_blocks", 0)
-                found[f"{label} {verb} MB"] = round(amounts.get(f"{verb}_bytes", 0) / 1e6, 1)
-            for name in ("corrupt_blocks", "errors", "skipped"):
-                if amounts.get(name):
-                    found[f"{label} {name}"] = amounts[name]
+        for key, amount in self.data["counts"].items():
+            name, *labels = key.split(_NEXT)
+            if not labels:
+                found[name] = amount
+            elif name in _IN_LOG:
+                said = name.removeprefix("request_").replace("bytes", "MB").replace("_", " ")
+                shown = round(amount / 1e6, 1) if said.endswith("MB") else amount
+                found[f"{labels[0]} {said}" if "tier" in _COUNTERS[name][1] else f"{said} {labels[0]}"] = shown
         for process, states in self.data["states"].items():
             found.update({f"{label} in {process}": state for label, state in states.items() if state not in _GOOD})
-        found.update({name: amount for name, amount in self.data["counts"].items() if amount})
         seconds = self.data["load_seconds"]
         if seconds:
             found["mean load ms"] = round(1e3 * sum(seconds) / len(seconds), 1)
@@ -191,7 +190,6 @@ class StatsReader:
         self._costs = costs
         self._offload = offload
         self._leases = leases
-        self._read: dict[str, dict[str, dict[str, float]]] = {name: {} for name in _NESTED}
         self._counts: dict[str, float] = {}
         self._queued = 0
         self._states: dict[str, str] = {}
@@ -217,50 +215,22 @@ class StatsReader:
             return None
         self._stamp = stamp
         tiers, requests = self._store.tiers, self._lookups.counts()
-        now: dict[str, dict[str, dict[str, float]]] = {
-            "tiers": {one.label: {name: value(one.counters) for name, _, value in PER_TIER} for one in tiers},
-            "lookups": {one.label: _plain(dict(one.counters.lookups)) for one in tiers},
-            "requests": {
-                "request_lookups": _plain(requests.lookups),
-                "request_lookup_tokens": _plain(requests.tokens),
-            },
-            "found": {},
-        }
-        added = {
-            name: {
-                label: more for label, amounts in now[name].items() if (more := _added(amounts, read.get(label, {})))
-            }
-            for name, read in self._read.items()
-        }
-        status = self._offload.status() if self._offload is not None else OffloadStatus()
-        counts = {
-            "dropped_blocks": status.dropped,
-            "loads_cut": status.cut,
-            "loads_stopped": status.stopped,
-            "loads_refused": status.refused,
-            "loads_declined": self._costs.declined,
-            "loads_too_small": self._costs.too_small,
-            "inline_lookups": requests.inline,
-            **_of_leases(self._leases),
-        }
-        more = _added(counts, self._counts)
+        status = OffloadStatus(declined=self._costs.declined, too_small=self._costs.too_small)
+        if self._offload is not None:
+            status = self._offload.status()
+        counts = {**_amounts(_OF_REQUESTS, requests), **_amounts(_OF_LOADS, status), **_of_leases(self._leases)}
+        for tier in tiers:
+            counts.update(_amounts(_OF_TIERS, tier.counters, tier.label))
+        more = {name: amount - self._counts.get(name, 0) for name, amount in counts.items()}
+        more = {name: amount for name, amount in more.items() if amount}
         if load_seconds:
             more["loads"] = len(load_seconds)
         states = {one.label: one.state.value for one in tiers}
         fixed = self._costs.fixed.measured
-        changed = (
-            any(added.values())
-            or more
-            or fixed != self._fixed
-            or status.queued != self._queued
-            or states != self._states
-        )
-        if not changed:
+        if not more and (fixed, status.queued, states) == (self._fixed, self._queued, self._states):
             return None
-        self._read, self._counts, self._queued, self._states = now, counts, status.queued, states
-        self._fixed = fixed
+        self._counts, self._queued, self._states, self._fixed = counts, status.queued, states, fixed
         data: dict[str, Any] = {
-            **added,
             "counts": more,
             "load_seconds": load_seconds,
             "states": {self._process: states},
@@ -282,12 +252,12 @@ class StatsReader:
         )
 
 
-def _plain(counts: Mapping[LookupOutcome, int]) -> dict[str, float]:
-    return {outcome.value: count for outcome, count in counts.items() if count}
-
-
-def _added(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    return {name: amount - before.get(name, 0) for name, amount in now.items() if amount != before.get(name, 0)}
+def _amounts(of: Iterable[Series], counters: object, *labels: str) -> dict[str, float]:
+    return {
+        _NEXT.join((one.engine, *labels, *values)): amount
+        for one in of
+        for values, amount in one.amounts(counters, engine=True).items()
+    }
 
 
 def _of_leases(leases: Leases | None) -> Mapping[str, float]:
@@ -299,60 +269,29 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._tiers = {
-            name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, "tier"])
-            for name, text, _ in PER_TIER
+        self._counters = {
+            name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, *labels])
+            for name, (text, labels) in _COUNTERS.items()
         }
-        self._counts = {
-            name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=labelnames)
-            for name, text in _TOTALS.items()
-        }
-        self._lookups = self._counter_cls(
-            name="vllm:foreword_lookups",
-            documentation="Lookups in a tier. A request may look up several times.",
-            labelnames=[*labelnames, "tier", "outcome"],
-        )
-        self._requests = {
-            name: self._counter_cls(
-                name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, "outcome"]
+
+        def gauge(name: str, text: str, *labels: str) -> Any:
+            names, mode = [*labelnames, *labels], "mostrecent"
+            return self._gauge_cls(
+                name=f"vllm:foreword_{name}", documentation=text, labelnames=names, multiprocess_mode=mode
             )
-            for name, text in _REQUESTS.items()
-        }
-        self._found = {
-            name: self._counter_cls(
-                name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, "outcome"]
-            )
-            for name, text in _FOUND.items()
-        }
-        self._states = self._gauge_cls(
-            name="vllm:foreword_tier_state",
-            documentation="1 for the state that a tier has in a process, 0 for the others.",
-            multiprocess_mode="mostrecent",
-            labelnames=[*labelnames, "tier", "process", "state"],
-        )
+
+        states = "1 for the state that a tier has in a process, 0 for the others."
+        self._states = gauge("tier_state", states, "tier", "process", "state")
+        fixed = "Seconds that a load takes however small it is, measured: what saves less is computed."
+        self._fixed = gauge("load_fixed_seconds", fixed, "tier")
+        self._queued = gauge("queued_blocks", _QUEUED.text, "rank")
+        model = "1 for the weights that are served, 0 for those that were replaced in place."
+        self._models = gauge("model_info", model, "fingerprint")
         self._seconds = self._histogram_cls(
             name="vllm:foreword_load_seconds",
             documentation="Seconds from the step that starts a request's load to the step that sees its end.",
             buckets=_LOAD_BUCKETS,
             labelnames=labelnames,
-        )
-        self._fixed = self._gauge_cls(
-            name="vllm:foreword_load_fixed_seconds",
-            documentation="Seconds that a load takes however small it is, measured: what saves less is computed.",
-            multiprocess_mode="mostrecent",
-            labelnames=[*labelnames, "tier"],
-        )
-        self._queued = self._gauge_cls(
-            name="vllm:foreword_queued_blocks",
-            documentation="Blocks in the write queue, by rank.",
-            multiprocess_mode="mostrecent",
-            labelnames=[*labelnames, "rank"],
-        )
-        self._models = self._gauge_cls(
-            name="vllm:foreword_model_info",
-            documentation="1 for the weights that are served, 0 for those that were replaced in place.",
-            multiprocess_mode="mostrecent",
-            labelnames=[*labelnames, "fingerprint"],
         )
         self._fingerprints: dict[int, str] = {}
         for values in per_engine_labelvalues.values():
@@ -360,41 +299,21 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def _start(self, values: Sequence[object], tiers: Sequence[str]) -> None:
         """Show what is counted from the start, with 0."""
-        for metric in (*self._counts.values(), self._seconds):
-            metric.labels(*values)
-        for tier in tiers:
-            for metric in self._tiers.values():
-                metric.labels(*values, tier)
-        for end in FoundEnd:
-            for metric in self._found.values():
-                metric.labels(*values, end.value)
-        for outcome in LookupOutcome:
-            for metric in self._requests.values():
-                metric.labels(*values, outcome.value)
-            for tier in tiers:
-                self._lookups.labels(*values, tier, outcome.value)
+        self._seconds.labels(*values)
+        for name, (_, labels) in _COUNTERS.items():
+            for known in product(*(tiers if label == "tier" else given for label, given in labels.items())):
+                self._counters[name].labels(*values, *known)
 
     @statistic(lambda *_, **__: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
-        for label, amounts in transfer_stats_data["tiers"].items():
-            for name, amount in amounts.items():
-                self._tiers[name].labels(*values, label).inc(amount)
-        for label, amounts in transfer_stats_data["lookups"].items():
-            for outcome, amount in amounts.items():
-                self._lookups.labels(*values, label, outcome).inc(amount)
-        for name, amounts in transfer_stats_data["requests"].items():
-            for outcome, amount in amounts.items():
-                self._requests[name].labels(*values, outcome).inc(amount)
-        for name, amounts in transfer_stats_data["found"].items():
-            for end, amount in amounts.items():
-                self._found[name].labels(*values, end).inc(amount)
+        for key, amount in transfer_stats_data["counts"].items():
+            name, *labels = key.split(_NEXT)
+            self._counters[name].labels(*values, *labels).inc(amount)
         for process, states in transfer_stats_data["states"].items():
             for label, state in states.items():
                 for one in TierState:
                     self._states.labels(*values, label, process, one.value).set(float(one == state))
-        for name, amount in transfer_stats_data["counts"].items():
-            self._counts[name].labels(*values).inc(amount)
         for seconds in transfer_stats_data["load_seconds"]:
             self._seconds.labels(*values).observe(seconds)
         for rank, queued in transfer_stats_data["queued"].items():

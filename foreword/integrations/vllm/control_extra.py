@@ -79,7 +79,7 @@ class ControlExtra(ABC):
 
     @abstractmethod
     def retire(self, offload: OffloadManager, info: KVCacheInfo, retired: Sequence[RetiredBlocks]) -> None:
-        """The worker's side: nothing continues these blocks. Those that no kept prefix needs are not written any more, or are
+        """The worker's side: nothing continues these blocks. Those that no lease needs are not written any more, or are
         deleted."""
 
 

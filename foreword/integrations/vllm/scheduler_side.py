@@ -658,7 +658,7 @@ class ForewordConnectorScheduler:
         ends = self._found.take()
         if ends:
             found = found or ForewordStats()
-            found.data["found"] = ends
+            found.data["counts"].update(ends)
         return found
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:

@@ -53,7 +53,7 @@ class ConnectorSessions:
         pool: vLLM's block pool, None until vLLM has given it.
     """
 
-    def __init__(self, info: KVCacheInfo, kept: Leases) -> None:
+    def __init__(self, info: KVCacheInfo, kept: Leases[bytes]) -> None:
         self.pool: Any = None
         self._info, self._kept = info, kept
         self._book = SessionBook(most_of_all=_MOST_SESSIONS, most_blocks=_MOST_BLOCKS)

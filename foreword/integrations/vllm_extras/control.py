@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
-from foreword.blocks.salt import Salt
+from foreword.blocks.salt import Salt, tenant_digest
 from foreword.integrations.vllm.connector_config import KVCacheInfo
 from foreword.integrations.vllm.control_extra import PARAMS_KEY, SESSION_KEY, ControlExtra, EngineControl
+from foreword.integrations.vllm.request_identity import salt_of
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm.step_messages import RetiredBlocks
 from foreword.integrations.vllm_extras.agent_sessions import ConnectorSessions
 from foreword.integrations.vllm_extras.retentions import ConnectorRetentions, actions_of
 from foreword.offload.manager import OffloadManager
-from foreword.prefixes.pins import PrefixPins
+from foreword.prefixes.pins import StorePins
 from foreword.prefixes.public_records import PublicRecords
 from foreword.store.tiered import TieredStore
 
@@ -46,7 +47,8 @@ class ConnectorControl(EngineControl):
         state.actions = actions_of(request)
         state.retained = self._retentions.positions(state.actions, prompt)
         if len(self._retentions.book):
-            self._retentions.book.on_path(state.chain.keys_to(prompt // self._info.key_size))
+            tenant = tenant_digest(self._info.current(salt_of(request)).tenant)
+            self._retentions.book.on_path(tenant, state.chain.keys_to(prompt // self._info.key_size))
         if state.retained and hasattr(request, "shared_prefix_boundary"):
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.retained[-1])
 
@@ -73,7 +75,7 @@ class InstalledControl(ControlExtra):
 
     def retire(self, offload: OffloadManager, info: KVCacheInfo, retired: Sequence[RetiredBlocks]) -> None:
         for one in retired:
-            pins = PrefixPins(offload.store, info.model.hex(), info.stored_groups())
+            pins = StorePins(offload.store, info.model.hex(), info.stored_groups())
             unneeded = partial(pins.unneeded, one.tenant, one.root, one.keys)
             if one.drop:
                 offload.delete(unneeded)

@@ -21,17 +21,16 @@ from foreword.blocks.salt import tenant_digest
 from foreword.integrations.vllm.control_extra import PARAMS_KEY
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.lease_follower import LeaseFollower
-from foreword.prefixes.pins import PrefixPins
+from foreword.prefixes.pins import StorePins
 from foreword.store.tiered import TieredStore
 
 MAX_ACTIONS: Final = 16
 _DEFAULT_TTL: Final = 300.0
 _PIN_SHARE: Final = 0.5
-_UNBOUNDED: Final = 1 << 40
+_UNBOUNDED: Final = 1 << 62  # bytes
 _PIN_TIMEOUT: Final = 5.0
 # Blocks are written after they were asked for: they are pinned when they are there, within this many tries.
 _TRIES: Final = 60
-_MAX_PENDING: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,48 +71,25 @@ def _action(verb: object, fields: Any) -> CacheAction | None:
     )
 
 
-class ConnectorPins(PrefixPins):
-    """Pins blocks of the connector's KV groups in its stores, as soon as they have been written."""
-
-    def __init__(self, store: TieredStore, model: str, groups: Sequence[StoredGroup]) -> None:
-        super().__init__(store, model, groups)
-        self._pending: dict[bytes, tuple[bytes, Sequence[bytes], int]] = {}
-
-    def pin(self, root: bytes, keys: Sequence[bytes]) -> None:
-        if not self.pin_now(root, keys) and len(self._pending) < _MAX_PENDING:
-            self._pending[keys[-1]] = root, keys, _TRIES
-
-    def tick(self) -> None:
-        """Try again to pin what was not written yet."""
-        super().tick()
-        pending, self._pending = self._pending, {}
-        for key, (root, keys, tries) in pending.items():
-            if not self.pin_now(root, keys) and tries > 1:
-                self._pending[key] = root, keys, tries - 1
-
-    def unpin(self, tenant: str, root: bytes, keys: Sequence[bytes]) -> None:
-        self._pending.pop(keys[-1], None)
-        super().unpin(tenant, root, keys)
-
-
 class ConnectorRetentions:
-    """The retentions of a vLLM engine. The book counts keys of blocks, which the stores pin.
+    """The retentions of a vLLM engine: leases whose blocks the stores pin, by their keys.
 
     Args:
         step: positions from which requests can continue are multiples of this.
-        key_bytes: bytes that the stores keep per block key, about.
+        key_bytes: bytes that the stores have per block key, about.
     """
 
     def __init__(
         self, store: TieredStore, groups: Sequence[StoredGroup], model: bytes, key_size: int, step: int, key_bytes: int
     ) -> None:
         size = store.status().budget
-        budget = int(size * _PIN_SHARE) // max(key_bytes, 1) if size > 0 else _UNBOUNDED
-        self.book = Leases(budget, budget)
+        budget = int(size * _PIN_SHARE) if size > 0 else _UNBOUNDED
+        self.book = Leases[bytes](budget, budget, block_bytes=max(key_bytes, 1))
         self._step = step
         self._key_size = key_size
         self._whole = any(not group.group.whole for group in groups)
-        self._stored = LeaseFollower(self.book, store, ConnectorPins(store, model.hex(), groups), key_size)
+        pins = StorePins(store, model.hex(), groups, tries=_TRIES)
+        self._stored = LeaseFollower(self.book, store, pins, key_size)
 
     def positions(self, actions: Sequence[CacheAction], num_prompt: int) -> list[int]:
         """Where the KV that actions keep ends."""
@@ -136,9 +112,8 @@ class ConnectorRetentions:
         chain = list(keys[: end // self._step * self._step // self._key_size])
         if not chain:
             return RetentionAnswer("refused", 0, None, f"shorter than {self._step} tokens")
-        numbers = [int.from_bytes(key[:8], "little") for key in chain]
         wish = Retention(end, action.ttl, action.priority)
-        return self.book.retain(tenant, root, chain, numbers, wish, block_size=self._key_size, whole=self._whole)
+        return self.book.retain(tenant, root, chain, chain, wish, block_size=self._key_size, whole=self._whole)
 
     def close(self) -> None:
         self._stored.close(_PIN_TIMEOUT)

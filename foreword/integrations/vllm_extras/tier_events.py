@@ -8,7 +8,7 @@ every rank has stored its part.
 from __future__ import annotations
 
 import itertools
-import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,8 +50,7 @@ class TierWatch:
         self._parts = {
             layout.fingerprint: (layout.shard[0], group) for group, one in enumerate(units) for layout in one.layouts
         }
-        self._lock = threading.Lock()
-        self._changes: list[TierChange] = []
+        self._changes: deque[TierChange] = deque()  # the tiers' threads append, the worker's takes: each call is atomic
         store.subscribe(self._note)
 
     def _note(self, tier: int, stored: bool, names: Sequence[Name]) -> None:
@@ -59,17 +58,14 @@ class TierWatch:
             keys = tuple(key_of(name) for name in some)
             if layout in self._parts:
                 part, group = self._parts[layout]
-                with self._lock:
-                    self._changes.append(TierChange(part, tier, group, stored, keys))
+                self._changes.append(TierChange(part, tier, group, stored, keys))
 
     @property
     def pending(self) -> bool:
         return bool(self._changes)
 
     def take(self) -> list[TierChange]:
-        with self._lock:
-            found, self._changes = self._changes, []
-        return found
+        return [self._changes.popleft() for _ in range(len(self._changes))]
 
 
 # Scheduler side

@@ -29,7 +29,7 @@ from foreword.integrations.vllm.namespace import (
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.lease_records import PrefixRecord
-from foreword.prefixes.pins import PrefixPins, own_keys
+from foreword.prefixes.pins import StorePins, own_keys
 from foreword.prefixes.stored_names import PrefixStorage
 from foreword.store.base import Name
 from foreword.store.layout_records import LayoutRecord, layouts
@@ -98,7 +98,7 @@ class ConnectorStorage(PrefixStorage):
         urls = [url for url in settings.store.urls if parse(url).persistent]
         self._visible = bool(urls)
         self._store = open_store(urls or ["memory://?size=1MiB"], keys=settings.keys())
-        pins = PrefixPins(self._store, model.hex(), ())
+        pins = StorePins(self._store, model.hex(), ())
         super().__init__(self._store, pins, str(vllm_config.model_config.model), 0)
         self._limits = [tier.store.status().pin_budget for tier in self._store.tiers] if urls else []
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)

@@ -18,7 +18,7 @@ from foreword.decoders import convert
 from foreword.errors import BadRequest, EngineFailed, NotReady
 from foreword.integrations.vllm_middleware.prefix_storage import ConnectorStorage
 from foreword.newest import Newest
-from foreword.prefixes.book import Content, KeptBytes, Message, NamedPrefix
+from foreword.prefixes.book import Content, Message, NamedPrefix
 from foreword.prefixes.prefix_service import AsyncPrefixes, PrefixService, Registration
 
 # How often the pins of a prefix in use are checked.
@@ -94,7 +94,7 @@ class VllmPrefixes(AsyncPrefixes):
         service = PrefixService(
             # Called on a thread.
             lambda content: asyncio.run_coroutine_threadsafe(self._content_tokens(content), self._loop).result(),
-            lambda name, tokens: KeptBytes(),
+            lambda name, tokens: None,
             storage,
             storage.mark,
         )
@@ -170,8 +170,8 @@ class VllmPrefixes(AsyncPrefixes):
         """Pin blocks as another process writes them, until all are there or no more come."""
         started = last_change = time.monotonic()
         while True:
-            before, whole, now = one.kept.bytes, await self._pin(one), time.monotonic()
-            if one.kept.bytes > before:
+            before, whole, now = one.pinned, await self._pin(one), time.monotonic()
+            if one.pinned > before:
                 last_change = now
             if whole or now - last_change > _NEXT_WITHIN or now - started > _WRITTEN_WITHIN:
                 return
@@ -180,8 +180,7 @@ class VllmPrefixes(AsyncPrefixes):
     async def _pin(self, one: Registration) -> bool:
         """Pin what the stores have of a prefix. Whether that is all of it."""
         pinned = await asyncio.to_thread(self._storage.pin, one.tokens, one.salt)
-        assert isinstance(one.kept, KeptBytes)
-        one.kept.bytes = pinned.bytes
+        one.pinned = pinned.bytes
         return pinned.whole
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+import msgspec
+
 from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
 from foreword.api.front import Call, Front, Handler
 from foreword.api.request import GenerateRequest
@@ -28,6 +30,7 @@ from foreword.router.replica_body import TRANSLATED, replica_body
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
 from foreword.router.suspicious import SuspiciousRequest
+from foreword.router_extras.gateway.gateway_headers import HEADERS, GatewaySettings
 from foreword.router_extras.translation import chat_request
 
 _FRESH_SECONDS: Final = 5.0
@@ -72,7 +75,11 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 PREFILL: Final = "x-prefiller-host-port"
 PICK: Final = "x-foreword-pick"
 ROUTE: Final = "x-foreword-route"
-_OWN_HEADERS: Final = (DESTINATION, PREFILL, PICK, ROUTE, SALT_HEADER)
+# Of which of several replicas behind one address llm-d's sidecar there sends the request.
+RANK: Final = "x-data-parallel-host-port"
+# llm-d's sidecar sends to the addresses in these.
+_OF_SIDECARS: Final = ("x-encoder-hosts-ports", "x-kv-cache-source-host-port")
+_OWN_HEADERS: Final = (DESTINATION, PREFILL, PICK, ROUTE, RANK, SALT_HEADER, *_OF_SIDECARS, *HEADERS)
 _MODELS: Final = "/v1/models"
 # Errors of gRPC's library that a client causes: what it sent, or did not wait for.
 FAULTS_OF_CLIENTS: Final = ("ExecuteBatchError", "DecodeError", "UnicodeDecodeError")
@@ -125,6 +132,10 @@ class Picker:
 
     router: Router
     addresses: Addresses = field(default_factory=Addresses)
+    settings: GatewaySettings = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settings = GatewaySettings(self.router.config)
 
     @functools.cached_property
     def front(self) -> Front:
@@ -181,9 +192,14 @@ class Picker:
         call.ignored, came = [], request.body.raw  # the replica says which fields had no effect
         try:
             async with asyncio.timeout(PICK_SECONDS):
+                told = self.settings.read(call.headers, request.priority)
+                request = msgspec.structs.replace(request, **told.changes)
                 check_fields(router, call, request)
                 request = router.order.arranged(request, router.pool(request.model).model)
                 routed = await self._routed(call, request, among)
+                routed.flow = told.flow(call.tenant.name, router.auth.weights)
+                if told.trusted and told.priority is not None:  # else it is the client's, limited by its tenant's
+                    routed.priority = told.priority or None
                 attempt = await routed.place()
         except SuspiciousRequest:  # the gateway would send it to a third replica
             raise
@@ -193,7 +209,7 @@ class Picker:
                 given, own = request.cache_salt, Salt.of(b"", request.cache_salt or None)
                 salt = {"cache_salt": given if Salt.parse(given) == own else own.text} if given else {}
                 name = router.attempt_name(call.id)
-                return Pick(name, {**_invented(call), PICK: name}, _body(request, salt, came))
+                return Pick(name, {**_invented(call), PICK: name}, _body(request, salt | _model(call, request), came))
             if isinstance(error, TimeoutError):
                 raise QueueFull(f"No replica had room within {PICK_SECONDS:g} s") from None
             raise
@@ -231,6 +247,10 @@ class Picker:
         if among is not None and address not in among:
             raise NoReplica(_NONE_ALLOWED)
         own, headers = routed.own_fields(upstream.kind), self._headers(call, routed.tenant, upstream)
+        own |= _model(call, routed.request)
+        host = urlsplit(upstream.url).hostname
+        if sum(urlsplit(url).hostname == host for url in routed.pool.upstreams) > 1:
+            headers[RANK] = address
         prefill = attempt.prefill
         if prefill is not None and prefill.info is not None:
             if upstream.kind == "foreword" and prefill.info.transfer is not None:
@@ -281,6 +301,11 @@ class Picker:
 def _invented(call: Call) -> dict[str, str | None]:
     """The headers of the client that only the picker may set, to be removed."""
     return {name: None for name in _OWN_HEADERS if name in call.headers}
+
+
+def _model(call: Call, request: GenerateRequest) -> dict[str, Any]:
+    """The model as a field of the body, where it is not that of the client's."""
+    return {"model": request.model} if request.model != call.body.model else {}
 
 
 def _body(request: GenerateRequest, own: dict[str, Any], came: bytes) -> bytes | None:

@@ -16,6 +16,7 @@ from foreword.api.errors import MAX_BODY_BYTES
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.router import Router
+from foreword.router_extras.gateway.gateway_headers import GatewaySettings
 from foreword.router_extras.gateway.picker import FAULTS_OF_CLIENTS, Picker
 
 logger = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ async def _give_back() -> None:
 def check_config(config: RouterConfig) -> None:
     """Raises ConfigError."""
     assert config.picker is not None
+    GatewaySettings(config)
     host, _, port = config.picker.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(f"--picker is written HOST:PORT, such as 0.0.0.0:9002, not {config.picker!r}")

@@ -27,12 +27,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import sqlite3
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
@@ -179,12 +177,23 @@ def tenant_id(name: Name) -> int:
     return xxhash.xxh3_64_intdigest(tenant_of(name)) >> 1
 
 
-def parent_id(header: Header, known: Mapping[Name, int] = MappingProxyType({})) -> int:
-    """The id of a block's parent, 0 for the first block of a chain. `known`: ids by name."""
-    if not header.depth or header.parent == header.key:
-        return 0
-    name = header.parent_name
-    return known.get(name) or block_id(name)
+def parent_id(header: Header) -> int:
+    """The id of a block's parent, 0 for the first block of a chain."""
+    return block_id(header.parent_name) if header.depth and header.parent != header.key else 0
+
+
+def parent_ids(frames: Mapping[int, Frame]) -> dict[int, int]:
+    """The ids of the parents of blocks, by the ids of the blocks."""
+    parents, last = dict[int, int](), 0
+    before: Header | None = None
+    for id_, head in ((id_, one.header) for id_, one in frames.items()):
+        # In a chain it is the block before: no name is made and hashed for it.
+        if before is not None and (head.parent, head.root, head.layout) == (before.key, before.root, before.layout):
+            parents[id_] = last if head.depth else 0
+        else:
+            parents[id_] = parent_id(head)
+        last, before = id_, head
+    return parents
 
 
 def pending_row(
@@ -266,7 +275,7 @@ class IndexTransaction:
 
     def find(self, ids: Iterable[int]) -> dict[int, BlockRow]:
         """The complete blocks with these ids."""
-        found = self._execute(f"SELECT {_ROW} FROM blocks WHERE {IN_LIST}", (json.dumps(list(ids)),))
+        found = self._execute(f"SELECT {_ROW} FROM blocks WHERE {IN_LIST}", (_listed(ids),))
         return {row.id: row for row in map(BlockRow._make, found)}
 
     def find_pending(self, ids: Iterable[int]) -> dict[int, PendingRow]:
@@ -274,7 +283,7 @@ class IndexTransaction:
         if self._execute("SELECT 1 FROM writing LIMIT 1").fetchone() is None:
             return {}
         wanted = list(ids)
-        found = self._execute(f"SELECT {_PENDING} FROM writing WHERE {IN_LIST}", (json.dumps(wanted),)).fetchall()
+        found = self._execute(f"SELECT {_PENDING} FROM writing WHERE {IN_LIST}", (_listed(wanted),)).fetchall()
         rows = {row.id: row for row in (PendingRow(*fields) for fields in found)}
         of_pieces = self._execute(f"SELECT {_PENDING} FROM writing WHERE depth = {_OF_PIECE}").fetchall()
         for piece in (PendingRow(*fields) for fields in of_pieces):
@@ -359,7 +368,7 @@ class IndexTransaction:
     def keep_pins(self, ids: Iterable[int]) -> None:
         """Note blocks that the index before this one had pinned: they are pinned when their files are found."""
         self._execute(_PINS)
-        self._execute("INSERT OR IGNORE INTO pinned_before SELECT value FROM json_each(?)", (json.dumps(list(ids)),))
+        self._execute("INSERT OR IGNORE INTO pinned_before SELECT value FROM json_each(?)", (_listed(ids),))
 
     def take_pins(self, ids: Iterable[int] | None = None) -> list[int]:
         """The blocks that `keep_pins` noted, all of them or those among `ids`: they are noted no longer."""
@@ -369,7 +378,7 @@ class IndexTransaction:
             found = self._execute("SELECT id FROM pinned_before").fetchall()
             self._execute("DROP TABLE pinned_before")
             return [id_ for (id_,) in found]
-        listed = json.dumps(list(ids))
+        listed = _listed(ids)
         found = self._execute(f"SELECT id FROM pinned_before WHERE {IN_LIST}", (listed,)).fetchall()
         self._execute(f"DELETE FROM pinned_before WHERE {IN_LIST}", (listed,))
         return [id_ for (id_,) in found]
@@ -423,13 +432,13 @@ class IndexTransaction:
             self._add_bytes(row.name, -row.size)
 
     def _remove_pending(self, ids: Iterable[int]) -> int:
-        return self._execute(f"DELETE FROM writing WHERE {IN_LIST}", (json.dumps(list(ids)),)).rowcount
+        return self._execute(f"DELETE FROM writing WHERE {IN_LIST}", (_listed(ids),)).rowcount
 
     def _take_waiting(self, ids: Iterable[int]) -> dict[int, int]:
         """Remove and return the counts of children that were added before these blocks."""
         if self._execute("SELECT 1 FROM waiting LIMIT 1").fetchone() is None:
             return {}
-        listed = json.dumps(list(ids))
+        listed = _listed(ids)
         found = self._execute(f"SELECT * FROM waiting WHERE {IN_LIST}", (listed,)).fetchall()
         self._execute(f"DELETE FROM waiting WHERE {IN_LIST}", (listed,))
         return dict(found)
@@ -521,7 +530,7 @@ class IndexTransaction:
 
     def touch(self, ids: Iterable[int], used: int) -> None:
         """Note a use of these blocks at the time `used`."""
-        self._execute(f"UPDATE blocks SET used = max(used, ?) WHERE {IN_LIST}", (used, json.dumps(list(ids))))
+        self._execute(f"UPDATE blocks SET used = max(used, ?) WHERE {IN_LIST}", (used, _listed(ids)))
 
     def note_uses(self, uses: Iterable[tuple[int, int, float, int]]) -> None:
         """Note uses by `get`: (time, number of uses, seconds since the epoch, block id)."""
@@ -562,6 +571,11 @@ class IndexTransaction:
 
     def note_boot(self, boot: str) -> None:
         self._keep_newest("hosts", (boot, boot))  # earlier builds had a row per name of a host
+
+
+def _listed(ids: Iterable[int]) -> str:
+    """A list of ids for `IN_LIST`."""
+    return f"[{','.join(map(str, ids))}]"
 
 
 def _unpacked(ids: bytes) -> tuple[int, ...]:
@@ -613,6 +627,6 @@ def check_sample(connection: sqlite3.Connection) -> None:
         rows = connection.execute(f"{_WRONG_ROW_SAMPLE} LIMIT {_SAMPLE_ROWS}", (start,)).fetchall()
         if any(wrong or id_ != block_id(name) for id_, name, wrong in rows):
             raise BrokenIndex("rows of the index have wrong values")
-        ids = json.dumps([id_ for id_, _, _ in rows])
+        ids = _listed(id_ for id_, _, _ in rows)
         if connection.execute(f"SELECT count(*) FROM blocks WHERE {IN_LIST}", (ids,)).fetchone() != (len(rows),):
             raise BrokenIndex("the index lacks ids of its rows")

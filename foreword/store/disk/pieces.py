@@ -149,6 +149,13 @@ def _find(table: bytes, key: bytes) -> int:
     return at
 
 
+def _has_block(handle: int) -> bool:
+    """Whether a block is there: none is behind the end of a file that a loss of power has cut. Raises BadPiece, OSError."""
+    _, table, size = _read_bytes(handle)
+    last = _entry_at(table, (len(table.rstrip(b"\0")) - 1) // _ENTRY.size * _ENTRY.size)
+    return last is not None and (last.at + last.length <= size or bool(entries(handle)))
+
+
 def _entry_at(table: bytes, at: int) -> PieceEntry | None:
     return PieceEntry._make(_ENTRY.unpack_from(table, at)) if 0 <= at < len(table) else None
 
@@ -187,7 +194,7 @@ def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
     if hole is not None:
         os.pwrite(handle, _REMOVED, _HEAD.size + number)
         _punch(handle, hole[0], hole[1] - hole[0])
-        return True, bool(_read_bytes(handle)[1].strip(b"\0"))
+        return True, _has_block(handle)
     table = list(map(PieceEntry._make, _ENTRY.iter_unpack(data)))
     there, left, gone = False, list[PieceEntry](), list[PieceEntry]()
     for number, one in enumerate(table):
@@ -202,7 +209,7 @@ def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
         end = min([size, one.at + one.length, *(other.at for other in left if other.at > one.at)])
         if _HEAD.size + _ENTRY.size * len(table) <= one.at < end:
             _punch(handle, one.at, end - one.at)
-    return there, bool(_read_bytes(handle)[1].strip(b"\0"))
+    return there, _has_block(handle)
 
 
 def free_removed(handle: int, align: int, left: Sequence[PieceEntry], count: int) -> None:

@@ -29,7 +29,7 @@ from foreword.store.disk.index_rows import (
     IndexTransaction,
     PendingRow,
     block_id,
-    parent_id,
+    parent_ids,
     tenant_id,
 )
 from foreword.store.disk.locks import LivenessLock
@@ -163,8 +163,7 @@ class BlockBudget:
                 admitted.present += 1
             elif id_ not in pending and len(one.data) <= self.size and is_name(name):
                 new[id_] = one
-        known = dict(zip(names, ids, strict=True))
-        admitted.parents = {id_: parent_id(one.header, known) for id_, one in new.items()}
+        admitted.parents = parent_ids(new)
         transaction.touch(rows.keys() | set(admitted.parents.values()) - new.keys(), now)
         return new
 

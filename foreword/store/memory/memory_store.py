@@ -41,7 +41,7 @@ from foreword.store.base import (
     time_left,
 )
 from foreword.store.chain_lru import ChainLru
-from foreword.store.frame import HEADER_BYTES, Frame, Header, place_in_chain
+from foreword.store.frame import HEADER_BYTES, Frame, Header, UnreadBlock, place_in_chain
 from foreword.store.local_records import LocalRecords
 
 _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
@@ -136,8 +136,8 @@ class SlotTable:
         return slot
 
     def begin_write(self, slot: int, name: Name, parent: Name, depth: int, length: int, now: int) -> None:
-        """Enter a block that is about to be written into an allocated slot."""
-        self.chains.add(slot, name, parent, depth, now)
+        """Enter a block that is about to be written into an allocated slot. It is not evicted before `chains.enqueue`."""
+        self.chains.add(slot, name, parent, depth, now, queue=False)
         self.chains.in_use[slot] = 1
         self.writing.add(slot)
         self._lengths[slot] = length
@@ -416,7 +416,9 @@ class MemoryStore(LocalRecords):
                     if length > 0:
                         slots.release(slot)
 
-    def reserve(self, headers: Sequence[Header], *, unread: bool = False, deadline: float) -> ReservedSlots:
+    def reserve(
+        self, headers: Sequence[Header] | Sequence[UnreadBlock], *, unread: bool = False, deadline: float
+    ) -> ReservedSlots:
         """As in the contract. A block that another thread is writing at this moment has no slot and is not counted."""
         lengths = [HEADER_BYTES + header.length for header in headers]
         with self._lock:
@@ -459,11 +461,11 @@ class MemoryStore(LocalRecords):
         if chosen is None and not reserved.unread:
             return sum([slots.publish(slot) for slot in taken])
         published, wanted = 0, frozenset(range(len(taken)) if chosen is None else chosen)
-        frames = reserved.frames() if reserved.unread and wanted else ()
-        for index, slot in enumerate(taken):
+        memory, move = memoryview(reserved.memory), slots.chains.move
+        for index, (slot, length) in enumerate(zip(taken, reserved.lengths, strict=True)):
             if index in wanted:
                 if reserved.unread:
-                    slots.chains.move(slot, *place_in_chain(frames[index]))
+                    move(slot, *place_in_chain(memory, slot * reserved.stride + length))
                 published += slots.publish(slot)
             else:
                 slots.abort_write(slot)
@@ -494,7 +496,12 @@ class MemoryStore(LocalRecords):
         return present + written
 
     def _take(
-        self, headers: Sequence[Header], lengths: Sequence[int], deadline: float, *, unread: bool = False
+        self,
+        headers: Sequence[Header] | Sequence[UnreadBlock],
+        lengths: Sequence[int],
+        deadline: float,
+        *,
+        unread: bool = False,
     ) -> tuple[MemoryArena, SlotTable, dict[int, int], int, bool]:
         """Slots for new frames of these lengths, by slot the index of the header; and how many are present, and whether one
         found no slot. Under the lock."""
@@ -639,7 +646,12 @@ class MemoryStore(LocalRecords):
         return [slot for slot in found if slot is not None and slot not in slots.writing]
 
     def _reserve(
-        self, slots: SlotTable, headers: Sequence[Header], lengths: Sequence[int], *, unread: bool
+        self,
+        slots: SlotTable,
+        headers: Sequence[Header] | Sequence[UnreadBlock],
+        lengths: Sequence[int],
+        *,
+        unread: bool,
     ) -> tuple[dict[int, int], int, bool]:
         """Allocate slots for new frames, in use and not published. Evicts nothing that this call has used.
 
@@ -672,4 +684,5 @@ class MemoryStore(LocalRecords):
                     self.on_evicted(chains.evicted)
             slots.begin_write(slot, name, parent, headers[at].depth, lengths[at], now)
             reserved[slot] = at
+        chains.enqueue(reserved)
         return reserved, present, full

@@ -1,4 +1,4 @@
-"""The book of kept prefixes: one budget, names and retentions, priorities, expiry, tenants."""
+"""The book of leases: one budget in bytes, names and retentions, priorities, expiry, tenants."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 from example_counts import represented
 
-from foreword.blocks.leases import Leases
-from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
+from foreword.blocks.leases import Lease, Leases
+from foreword.blocks.retention import Retention, RetentionAnswer
 
-SIZE = 4
+SIZE = 4  # tokens of a block
+BYTES = 1000  # of a block
 
 
 @dataclass
@@ -42,15 +43,33 @@ class Device:
 
 
 class Case:
-    def __init__(self, budget: int, tenant_budget: int | None = None, **options: float) -> None:
+    """Budgets are given in blocks, and some bytes more than these take."""
+
+    def __init__(
+        self, budget: int, tenant_budget: int | None = None, retain_budget: int | None = None, **options: float
+    ) -> None:
         self.clock, self.device = Clock(), Device()
-        self.book = Leases(
-            budget,
-            budget if tenant_budget is None else tenant_budget,
-            release=lambda blocks: self.device.release(list(blocks)),
+        self.book = Leases[int](
+            budget * BYTES + BYTES - 1,
+            (budget if tenant_budget is None else tenant_budget) * BYTES + BYTES - 1,
+            block_bytes=BYTES,
+            retain_budget=None if retain_budget is None else retain_budget * BYTES + BYTES - 1,
+            drop=lambda blocks: self.device.release(list(blocks)),
             clock=self.clock,
             **options,  # type: ignore[arg-type]
         )
+
+    @property
+    def retained(self) -> int:
+        return self.book.retained_bytes // BYTES
+
+    @property
+    def named(self) -> int:
+        return self.book.named_bytes // BYTES
+
+    @property
+    def free(self) -> int:
+        return self.book.free // BYTES
 
     def retain(
         self, name: str, count: int, ttl: float | None = 60.0, priority: int = 0, tenant: str = "t", whole: bool = False
@@ -60,10 +79,10 @@ class Case:
         wish = Retention(count * SIZE, ttl, priority)
         return self.book.retain(tenant, bytes(32), keys, blocks, wish, block_size=SIZE, whole=whole)
 
-    def reserve(self, count: int) -> Reservation | None:
-        return self.book.reserve(count)
+    def reserve(self, count: int) -> Lease[int] | None:
+        return self.book.reserve("name", count)
 
-    def fill(self, one: Reservation, name: str, count: int) -> None:
+    def fill(self, one: Lease[int], name: str, count: int) -> None:
         """The first `count` blocks of the chain `name` are computed."""
         self.book.fill(one, self.device.take(blocks_of("t", name, count)))
 
@@ -88,7 +107,7 @@ def test_lowest_priority_then_oldest_makes_room() -> None:
         assert case.retain(name, 3, priority=priority) == RetentionAnswer("accepted", 12, 60.0)
     assert case.retain("d", 3).status == "accepted"
     assert set(case.kept()) == {keys_of("t", name, 3)[-1] for name in "bcd"}
-    case.book.on_path(keys_of("t", "c", 3))
+    case.book.on_path("t", keys_of("t", "c", 3))
     assert case.retain("e", 3).status == "accepted"
     assert set(case.kept()) == {keys_of("t", name, 3)[-1] for name in "bce"}
 
@@ -111,10 +130,10 @@ def test_shared_blocks_count_once() -> None:
     case = Case(10)
     for count in (3, 6, 10):
         assert case.retain("a", count).status == "accepted"
-    assert case.book.kept_blocks == 10
+    assert case.retained == 10
     assert len(case.book) == 3
     case.book.release("t", keys_of("t", "a", 10)[8:])
-    assert case.book.kept_blocks == 6
+    assert case.retained == 6
     assert case.device.references == Counter(blocks_of("t", "a", 6)) + Counter(blocks_of("t", "a", 3))
 
 
@@ -125,7 +144,7 @@ def test_a_ttl_counts_from_the_last_use() -> None:
     assert case.retain("b", 2, ttl=1e9).ttl == 100.0
     assert case.retain("c", 2, ttl=None).ttl is None
     case.clock.now += 59
-    assert [one.tokens for one in case.book.on_path(keys_of("t", "a", 5))] == [2 * SIZE]
+    assert [one.tokens for one in case.book.on_path("t", keys_of("t", "a", 5))] == [2 * SIZE]
     case.clock.now += 59
     case.book.expire()
     assert len(case.book) == 2, "the second one is over, the first one was used"
@@ -141,7 +160,7 @@ def test_tenants_share_the_budget_fairly() -> None:
     for name in "abc":
         assert case.retain(name, 4, ttl=None, priority=100, tenant="x").status == "accepted"
     assert case.retain("a", 4, tenant="y").status == "accepted"
-    assert case.book.kept_blocks == 12
+    assert case.retained == 12
     clipped = case.retain("b", 9, tenant="y", priority=100)
     assert (clipped.status, clipped.tokens) == ("clipped", 6 * SIZE)
     assert (sum(case.kept("x").values()), sum(case.kept("y").values())) == (4, 6), (
@@ -172,7 +191,7 @@ def test_yielding_takes_the_lowest_rank_first_and_forgets_nothing() -> None:
     assert not case.book.yield_blocks()
     assert not case.device.references
     assert case.retain("b", 4).status == "accepted"
-    assert case.book.kept_blocks == 4
+    assert case.retained == 4
 
 
 def test_a_name_does_not_yield() -> None:
@@ -183,16 +202,16 @@ def test_a_name_does_not_yield() -> None:
     assert case.retain("b", 4, ttl=None, priority=100).status == "accepted"
     name = case.reserve(6)
     assert name is not None
-    assert (case.book.kept_blocks, case.book.free) == (4, 4)
+    assert (case.retained, case.free) == (4, 4)
     assert case.kept() == {keys_of("t", "a", 4)[-1]: 0, keys_of("t", "b", 4)[-1]: 4}
     assert case.reserve(5) is None
     case.fill(name, "n", 5)
-    assert (case.book.named_blocks, case.book.free) == (5, 5), "no more than was computed"
+    assert (case.named, case.free) == (5, 5), "no more than was computed"
     assert not [case.book.yield_blocks() for _ in range(2)][1], "only what is retained yields"
     assert case.retain("c", 9).tokens == 5 * SIZE
     case.book.end(name)
     case.book.end(name)
-    assert (case.book.named_blocks, case.book.free) == (0, 10)
+    assert (case.named, case.free) == (0, 10)
     assert case.retain("c", 9).status == "accepted"
 
 
@@ -204,7 +223,7 @@ def test_names_share_blocks() -> None:
     assert one is not None and two is not None and late is not None
     case.fill(one, "n", 4)
     case.fill(two, "n", 3)
-    assert (case.book.named_blocks, case.book.free) == (4, 4)
+    assert (case.named, case.free) == (4, 4)
     case.book.end(one)
     assert set(case.device.references) == set(blocks_of("t", "n", 3))
     case.book.end(late)
@@ -217,9 +236,9 @@ def test_retentions_have_a_part_of_the_budget() -> None:
     case = Case(10, retain_budget=4)
     assert case.retain("a", 9).tokens == 4 * SIZE
     assert case.reserve(6) is not None
-    assert case.book.kept_blocks == 4
+    assert case.retained == 4
     assert case.reserve(4) is not None
-    assert case.book.kept_blocks == 0
+    assert case.retained == 0
     assert case.retain("b", 1).status == "refused"
 
 
@@ -231,7 +250,7 @@ def test_random_histories(seed: int) -> None:
     budget = chance.randrange(1, 40)
     tenant_budget, part = chance.randrange(1, budget + 1), chance.randrange(1, budget + 1)
     case = Case(budget, tenant_budget, most=6, retain_budget=part)
-    names: list[tuple[Reservation, int]] = []
+    names: list[tuple[Lease[int], int]] = []
     for _ in range(300):
         action = chance.random()
         tenant, name, count = chance.choice("xyz"), chance.choice("abcdef"), chance.randrange(1, 15)
@@ -244,7 +263,7 @@ def test_random_histories(seed: int) -> None:
             if answer.status != "accepted":
                 above = [blocks for rank, blocks in before.values() if rank[:2] > (ttl is None, priority)]
                 alone = len(set().union(*above, blocks_of(tenant, name, count)))
-                share = min(tenant_budget, min(part, case.book.free) // (len(others) + 1))
+                share = min(tenant_budget, min(part, case.free) // (len(others) + 1))
                 assert alone > share or len(above) >= 6
             if answer.status != "refused":
                 assert keys_of(tenant, name, answer.tokens // SIZE)[-1] in case.kept(tenant)
@@ -257,7 +276,7 @@ def test_random_histories(seed: int) -> None:
             else:
                 case.book.end(names.pop(number)[0])
         elif action < 0.7:
-            case.book.on_path(keys_of(tenant, name, count))
+            case.book.on_path(tenant, keys_of(tenant, name, count))
         elif action < 0.8:
             case.book.release(tenant, keys_of(tenant, name, count))
             assert not any(key in case.kept(tenant) for key in keys_of(tenant, name, count))
@@ -269,11 +288,11 @@ def test_random_histories(seed: int) -> None:
         _check(case, budget, tenant_budget, part, names)
 
 
-def _check(case: Case, budget: int, tenant_budget: int, part: int, names: Sequence[tuple[Reservation, int]]) -> None:
+def _check(case: Case, budget: int, tenant_budget: int, part: int, names: Sequence[tuple[Lease[int], int]]) -> None:
     held = Counter(block for one, _ in names for block in one.blocks)
-    assert all(len(one.blocks) + one.count == count for one, count in names)
+    assert all(len(one.blocks) + one.reserved == count for one, count in names)
     named = len(held)
-    assert (case.book.named_blocks, case.book.free) == (named, budget - named - sum(one.count for one, _ in names))
+    assert (case.named, case.free) == (named, budget - named - sum(one.reserved for one, _ in names))
     retained: set[int] = set()
     for tenant in "xyz":
         mine: set[int] = set()
@@ -286,4 +305,4 @@ def _check(case: Case, budget: int, tenant_budget: int, part: int, names: Sequen
             assert one.ttl is None or case.clock.now <= one.expires <= case.clock.now + one.ttl
         assert len(mine) <= tenant_budget
     assert held == case.device.references
-    assert len(retained) == case.book.kept_blocks <= min(part, case.book.free)
+    assert len(retained) == case.retained <= min(part, case.free)

@@ -1,0 +1,86 @@
+"""Headers by which a gateway says what a request is, in the names of llm-d and the older ones of the inference extension.
+
+A client could send them as well, so only a gateway that sets or removes each of them itself is believed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from foreword.errors import ConfigError
+from foreword.process_config import RouterConfig
+
+_OBJECTIVE: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
+_FAIRNESS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
+_MODEL: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
+# What is read here is not for replicas.
+HEADERS: Final = (*_OBJECTIVE, *_FAIRNESS, *_MODEL)
+# Flows in the queue of a tenant: ids beyond share them.
+_FLOWS: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayHeaders:
+    """A request as its gateway describes it.
+
+    Attributes:
+        priority: of its objective, as replicas count: lower is more urgent. None without a known objective.
+        fairness: whose share of the queue it has; empty for its tenant's.
+        model: that it is for, in place of the one in its body; None for that one.
+        trusted: no client can have set these.
+    """
+
+    priority: int | None = None
+    fairness: str = ""
+    model: str | None = None
+    trusted: bool = False
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Fields of the client's request that it replaces."""
+        named = {"priority": self.priority, "model": self.model}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def flow(self, tenant: str, weights: Mapping[str, float]) -> str:
+        """The flow in the fair queue; empty for the tenant's. Each tenant has at most 1,024, beside those with weights."""
+        if not self.fairness or self.fairness in weights:
+            return self.fairness
+        return f"{tenant}/{zlib.crc32(self.fairness.encode('utf-8', 'surrogatepass')) % _FLOWS}"
+
+
+class GatewaySettings:
+    """Which headers count, and the objectives. Raises ConfigError."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._trusted = config.picker_trusts_headers
+        self._objectives = _objectives(config.picker_objectives)
+
+    def read(self, headers: Mapping[str, str], wanted: int) -> GatewayHeaders:
+        """`wanted`: the priority that the body asks for, which an objective replaces. Of a gateway that is not trusted only an
+        objective counts that is less urgent: a client may ask for less."""
+        number = self._objectives.get(_first(headers, _OBJECTIVE))
+        priority = -number if number is not None else None
+        if not self._trusted:
+            return GatewayHeaders(priority if priority is not None and priority > max(wanted, 0) else None)
+        return GatewayHeaders(priority, _first(headers, _FAIRNESS), _first(headers, _MODEL) or None, trusted=True)
+
+
+def _first(headers: Mapping[str, str], names: Iterable[str]) -> str:
+    return next((headers[name] for name in names if headers.get(name)), "")
+
+
+def _objectives(entries: Iterable[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for entry in entries:
+        name, _, number = entry.partition("=")
+        try:
+            value = int(number)
+        except ValueError:
+            name, value = "", 0
+        if not name or name in found or abs(value) >= 1 << 31:
+            raise ConfigError(f"an objective is written NAME=NUMBER, such as batch=-1, once each, not {entry!r}")
+        found[name] = value
+    return found

@@ -1,0 +1,32 @@
+"""What the extras tell the other workers of a router, and hear from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+
+class Workers:
+    """The other workers of a router, here of one that has none. Runs on the event loop."""
+
+    def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Iterable[Any]] = tuple) -> None:
+        """Call `handler` with what others tell of this kind. A worker that joins hears all that is `known`."""
+
+    def tell(self, kind: str, content: Any) -> None:
+        """Tell the others, without waiting."""
+
+    async def repeat(self, kind: str, content: Any) -> Sequence[Any]:
+        """Tell the others, and wait until they have handled it: what their handlers return, or what that gives when awaited."""
+        return ()
+
+    async def settle(self) -> None:
+        """Wait until what the others have told until now has arrived."""
+
+
+_NONE: Final = Workers()
+
+
+def workers_of(router: object) -> Workers:
+    """The other workers of this router's process."""
+    found: Workers = getattr(router, "workers", _NONE)
+    return found

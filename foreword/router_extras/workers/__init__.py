@@ -1,0 +1,1 @@
+"""Several processes of a router on one port (`--workers`)."""

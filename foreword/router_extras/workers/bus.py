@@ -1,0 +1,320 @@
+"""Messages between the workers of a router: a connection from each to each other one, over Unix sockets.
+
+Messages of one worker arrive in their order. They are gathered: those of one turn of the event loop, and others that may wait a
+few milliseconds, are one write and one read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import struct
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, cast
+
+import msgspec
+from msgspec import Struct
+
+from foreword.decoders import decode_msgpack
+from foreword.router_extras.workers.supervisor import Seat
+from foreword.tasks import background
+
+logger = logging.getLogger(__name__)
+
+_LENGTH: Final = struct.Struct("<I")
+# The first bytes of a connection: which worker it is of, and its process.
+_HELLO: Final = struct.Struct("<iI")
+_RETRY_SECONDS: Final = 0.1
+# How long a message that is not urgent may wait for others.
+_GATHER_SECONDS: Final = 0.005
+# What a worker has not read of another one's messages: more, and the connection is given up and begun anew.
+_MOST_UNREAD: Final = 64 << 20
+_ANSWER_SECONDS: Final = 5.0
+
+
+class Sent(Struct, frozen=True, array_like=True, tag=0):
+    """A request that a worker has placed. `name` is short, and its own."""
+
+    name: int
+    model: str
+    replica: str
+    prefill: str | None
+    tokens: int
+    reused: int
+    computed: int
+    session: str | None
+    max_output: int | None
+    weights: str
+    block_size: int
+    keys: list[bytes]
+    other_keys: list[tuple[tuple[str, int], list[bytes]]]
+    public_keys: list[tuple[tuple[str, int], list[bytes]]]
+    now: float
+
+
+class First(Struct, frozen=True, array_like=True, tag=1):
+    """The first token of a request has come."""
+
+    name: int
+    now: float
+
+
+class SharedEnd(Struct, frozen=True, array_like=True, tag=2):
+    """A request was served."""
+
+    name: int
+    now: float
+    cached: int | None
+    output: int | None
+    guessed: bool
+
+
+class SharedFailure(Struct, frozen=True, array_like=True, tag=3):
+    """A request failed, or its client has gone."""
+
+    name: int
+    now: float
+
+
+class Known(Struct, frozen=True, array_like=True, tag=4):
+    """A prompt that was sent to a replica, by its bytes."""
+
+    model: str
+    owner: bytes
+    links: tuple[bytes, ...]
+    sizes: tuple[int, ...]
+    tokens: int
+    replica: str
+    now: float
+    by_keys: bool
+
+
+class Told(Struct, frozen=True, array_like=True, tag=5):
+    """Something that happens seldom."""
+
+    kind: str
+    content: Any
+
+
+class WorkerQuestion(Struct, frozen=True, array_like=True, tag=6):
+    """A question, or something to do before the answer."""
+
+    number: int
+    kind: str
+    content: Any
+
+
+class WorkerAnswer(Struct, frozen=True, array_like=True, tag=7):
+    """The answer to a question."""
+
+    number: int
+    content: Any
+
+
+Message = Sent | First | SharedEnd | SharedFailure | Known | Told | WorkerQuestion | WorkerAnswer
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class WorkerBus:
+    """Runs on the event loop of one worker.
+
+    Args:
+        told: gets each message of another worker, with its number.
+        asked: answers a question of another worker.
+        joined: the first messages to a worker that has just begun to listen.
+        gone: a worker has ended, or its connection.
+        missed: a worker that still runs has begun its connection anew, so messages of it are lost.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        told: Callable[[int, Message], None],
+        asked: Callable[[str, Any], Awaitable[Any]],
+        joined: Callable[[], list[Message]],
+        gone: Callable[[int], None],
+        missed: Callable[[int], None],
+    ) -> None:
+        self._seat, self._told, self._asked, self._joined, self._gone = seat, told, asked, joined, gone
+        self._missed = missed
+        self._processes: dict[int, int] = {}
+        self._links: dict[int, asyncio.Transport] = {}
+        self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
+        self._numbers = itertools.count()
+        self._gathered: list[Message] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._soon = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        loop, seat = asyncio.get_running_loop(), self._seat
+        own = self._path(seat.number)
+        own.unlink(missing_ok=True)
+        self._server = await loop.create_unix_server(lambda: _Link(self._heard, self._gone, self._begun), str(own))
+        others = (number for number in range(seat.count) if number != seat.number)
+        self._tasks = [background(self._keep(number), f"messages to worker {number}") for number in others]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._server is not None:
+            self._server.close()
+        for link in self._links.values():
+            link.abort()
+
+    def tell(self, message: Message, *, urgent: bool = True) -> None:
+        """A message to all others that listen; one that is not urgent may go a few milliseconds later."""
+        if not self._links:
+            return
+        self._gathered.append(message)
+        if self._soon:
+            return
+        loop = asyncio.get_running_loop()
+        if urgent:
+            self._soon = True
+            loop.call_soon(self._flush)
+        elif self._timer is None:
+            self._timer = loop.call_later(_GATHER_SECONDS, self._flush)
+
+    async def ask(self, kind: str, content: Any = None) -> list[Any]:
+        """The answers of all others that are connected. Earlier messages have arrived by then."""
+        self._flush()
+        futures: list[asyncio.Future[Any]] = []
+        for other, link in list(self._links.items()):
+            number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+            self._waiting[number] = other, future
+            futures.append(future)
+            link.write(_frame([WorkerQuestion(number, kind, content)]))
+        if not futures:
+            return []
+        done, late = await asyncio.wait(futures, timeout=_ANSWER_SECONDS)
+        for future in late:
+            future.cancel()
+        return [one.result() for one in done if not one.cancelled()]
+
+    def _path(self, number: int) -> Path:
+        return self._seat.folder / f"{number}.sock"
+
+    def _flush(self) -> None:
+        """Write what was gathered."""
+        self._soon = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._gathered:
+            data = _frame(self._gathered)
+            self._gathered = []
+            for link in list(self._links.values()):
+                if link.get_write_buffer_size() > _MOST_UNREAD:
+                    link.abort()
+                else:
+                    link.write(data)
+
+    async def _keep(self, number: int) -> None:
+        """Keep a connection to another worker."""
+        loop = asyncio.get_running_loop()
+        while True:
+            ended: asyncio.Future[None] = loop.create_future()
+            link = _Link(self._answered, partial(_end, ended))
+            try:
+                transport, _ = await loop.create_unix_connection(partial(_same, link), str(self._path(number)))
+            except OSError:
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            self._flush()
+            transport.write(_HELLO.pack(self._seat.number, os.getpid()) + _frame(self._joined()))
+            self._links[number] = transport
+            try:
+                await ended
+            finally:
+                del self._links[number]
+                transport.abort()
+                for asked, (other, future) in list(self._waiting.items()):
+                    if other == number:
+                        del self._waiting[asked]
+                        future.cancel()
+
+    def _begun(self, number: int, process: int) -> None:
+        if self._processes.get(number) == process:
+            self._missed(number)
+        self._processes[number] = process
+
+    def _answered(self, link: _Link, messages: list[Message]) -> None:
+        for one in messages:
+            if isinstance(one, WorkerAnswer):
+                found = self._waiting.pop(one.number, None)
+                if found is not None and not found[1].done():
+                    found[1].set_result(one.content)
+
+    def _heard(self, link: _Link, messages: list[Message]) -> None:
+        for one in messages:
+            if isinstance(one, WorkerQuestion):
+                background(self._answer(link, one), "an answer to another worker")
+            else:
+                self._told(link.number, one)
+
+    async def _answer(self, link: _Link, one: WorkerQuestion) -> None:
+        answer = await self._asked(one.kind, one.content)
+        if not link.transport.is_closing():
+            link.transport.write(_frame([WorkerAnswer(one.number, answer)]))
+
+
+class _Link(asyncio.Protocol):
+    """An end of a connection. `begun`, at the end that is called, gets the number of the calling worker, and its process."""
+
+    transport: asyncio.Transport
+
+    def __init__(
+        self,
+        heard: Callable[[_Link, list[Message]], None],
+        ended: Callable[[int], None],
+        begun: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._read, self._ended, self._begun, self.number = heard, ended, begun, -1
+        self._data = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio's
+
+    def data_received(self, data: bytes) -> None:
+        kept = self._data
+        kept += data
+        at = 0
+        if self._begun is not None:
+            if len(kept) < _HELLO.size:
+                return
+            self.number, process = _HELLO.unpack_from(kept)
+            at = _HELLO.size
+            self._begun(self.number, process)
+            self._begun = None
+        while len(kept) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(kept, at)
+            end = at + _LENGTH.size + length
+            if len(kept) < end:
+                break
+            messages = decode_msgpack(bytes(kept[at + _LENGTH.size : end]), list[Message])
+            at = end
+            self._read(self, messages)
+        del kept[:at]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended(self.number)
+
+
+def _end(ended: asyncio.Future[None], number: int) -> None:
+    if not ended.done():
+        ended.set_result(None)
+
+
+def _same(link: _Link) -> _Link:
+    return link
+
+
+def _frame(messages: list[Message]) -> bytes:
+    data = _encode(messages)
+    return _LENGTH.pack(len(data)) + data

@@ -1,0 +1,463 @@
+"""A router that is one of several workers. They share placements and what became of them, deaths of replicas and the requests
+at which they died, stored responses, named prefixes, erasures, an operator's changes, quotas and the page of metrics. KV
+events come to each from the replicas themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from foreword.api import http
+from foreword.api.outcomes import LOG_FIELDS
+from foreword.errors import ConfigError, NotFound
+from foreword.router.replica_pool import ReplicaPool
+from foreword.router.replicas import ReplicaSpec, Upstream, clock, parse_spec
+from foreword.router.router import Router
+from foreword.router.suspicious import Death, Suspects
+from foreword.router_extras.worker_links import Workers
+from foreword.router_extras.workers.bus import (
+    First,
+    Known,
+    Message,
+    Sent,
+    SharedEnd,
+    SharedFailure,
+    Told,
+    WorkerBus,
+)
+from foreword.router_extras.workers.metrics import summed
+from foreword.router_extras.workers.shared_quotas import SharedQuotas
+from foreword.router_extras.workers.supervisor import Seat, Supervisor
+from foreword.routing.fleet import Fleet
+from foreword.routing.known_prompts import KnownPrompts, PromptChain
+from foreword.routing.placement import CostEstimate, Decision, PlacementQuery
+
+if TYPE_CHECKING:
+    from foreword.configuration import Config
+
+logger = logging.getLogger(__name__)
+
+# Changes of an operator of which a worker hears that joins: the last one of each replica.
+_MOST_CHANGES: Final = 4096
+_JOIN_SECONDS: Final = 5.0
+_POLL_SECONDS: Final = 0.02
+# A worker that has observed a replica's costs itself within this time learns nothing from what others served there: its own
+# requests are a sample of them, and learning is the most expensive part of what a worker does for another one's request.
+_OWN_SECONDS: Final = 1.0
+
+
+def run(config: Config, current: Callable[[bytes], bytes], serve: Callable[[Router], Any]) -> int:
+    """Run the workers until a signal; returns the exit status."""
+    if (
+        not config.server.tenant_secret
+    ):  # each would have salts of its own, and tenants would share nothing between them
+        config = dataclasses.replace(
+            config, server=dataclasses.replace(config.server, tenant_secret=secrets.token_hex(32))
+        )
+
+    def worker(seat: Seat) -> int:
+        given, number = config.router, seat.number
+        router = dataclasses.replace(given, max_queue=-(-given.max_queue // seat.count))
+        if number:  # one measures replicas, and keeps the file; all learn from the requests of all
+            router = dataclasses.replace(router, measure_seconds=0.0, cost_file=None)
+        _name_in_log(number)
+        with http.event_loop() as runner:
+            status: int = runner.run(serve(WorkerRouter(dataclasses.replace(config, router=router), current, seat)))
+            return status
+
+    return Supervisor(config.router.workers, worker).run()
+
+
+def _name_in_log(number: int) -> None:
+    """Lines of the log, and its objects, say which worker they are of."""
+
+    def named(record: logging.LogRecord) -> bool:
+        fields = getattr(record, LOG_FIELDS, dict)
+        record.msg, record.args = f"worker {number}: {record.getMessage()}", ()
+        setattr(record, LOG_FIELDS, lambda: {**fields(), "worker": number})
+        return True
+
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(named)
+
+
+class WorkerRouter(Router):
+    """A router that knows what the other workers do.
+
+    Attributes:
+        workers: the others.
+    """
+
+    def __init__(self, config: Config, current: Callable[[bytes], bytes], seat: Seat) -> None:
+        super().__init__(config, current)
+        self._seat = seat
+        self.workers = SharedWorkers(self, seat)
+        self.quotas = SharedQuotas.shared(config.server.quotas, seat.memory)
+        self.pool_type = partial(SharedPool, self.workers)
+        self.suspects = SharedSuspects(self._serve_waiting, self.workers)
+        self.render = self._render_all
+        self._changes: dict[str, tuple[str, str, str]] = {}
+        self.workers.on("change", lambda told: self._change(*told), self._changes.values)
+        self.workers.on("died", lambda told: self._has_died(*told))
+
+    async def start(self) -> None:
+        await super().start()
+        await self.workers.bus.start()
+        # A worker ends with its supervisor, which would start it again.
+        asyncio.get_running_loop().add_reader(self._seat.parent, os.kill, os.getpid(), signal.SIGTERM)
+
+    async def joined(self) -> None:
+        """A worker that is started again takes connections only when a replica serves: the others take them until then."""
+        if any(self._seat.memory.restarts().values()):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_JOIN_SECONDS):
+                    while not self.healthy():
+                        await asyncio.sleep(_POLL_SECONDS)
+
+    async def stop(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._seat.parent)
+        await self.workers.bus.stop()
+        await super().stop()
+
+    async def _render_all(self, accept: str) -> tuple[bytes, str]:
+        """The metrics of all workers, in Prometheus' text format."""
+        own, media_type = self.metrics.render("")
+        pages = await self.workers.bus.ask("metrics")
+        workers = {"answering": len(pages) + 1, "configured": self._seat.count}
+        return summed([own, *pages], self._seat.memory.restarts(), workers), media_type
+
+    # An operator's changes
+
+    async def changed(self, change: str, upstream: Upstream) -> Upstream:
+        told = change, upstream.url, upstream.spec.role
+        self._note(*told)
+        await self.workers.repeat("change", told)
+        return upstream
+
+    def _note(self, change: str, url: str, role: str) -> None:
+        self._changes.pop(url, None)
+        self._changes[url] = change, url, role
+        if len(self._changes) > _MOST_CHANGES:
+            del self._changes[next(iter(self._changes))]
+
+    def _change(self, change: str, url: str, role: str) -> None:
+        """A change whose operator has the answer of another worker."""
+        self._note(change, url, role)
+        try:
+            if change == "add":
+                self.add(parse_spec(url, role), "api")
+            elif change == "remove":
+                self.remove(url)
+            else:
+                self.drain(url, change == "drain")
+        except (ConfigError, NotFound) as error:
+            logger.info("a change from another worker had no effect: %s", error.message)
+
+    def add(self, spec: ReplicaSpec, source: str) -> Upstream:
+        upstream = super().add(spec, source)
+        change = self._changes.get(spec.url, ("", "", ""))[0]
+        # This worker was started after the change.
+        if change == "drain":
+            upstream.drained = True
+        elif change == "remove" and source == "flag":
+            self.background(self._remove_again(upstream))
+        return upstream
+
+    async def _remove_again(self, upstream: Upstream) -> None:
+        if self.upstreams.get(upstream.url) is upstream:
+            self.remove(upstream.url)
+
+    # Deaths
+
+    def died(self, upstream: Upstream, reason: str) -> None:
+        known = upstream.dead
+        super().died(upstream, reason)
+        if not known:
+            self.workers.tell("died", (upstream.url, upstream.deaths, reason))
+
+    def _has_died(self, url: str, number: int, reason: str) -> None:
+        upstream = self.upstreams.get(url)
+        if upstream is not None and number > upstream.deaths:
+            super().died(upstream, reason)
+            upstream.deaths = number
+
+
+class SharedWorkers(Workers):
+    """The other workers, as one of them sees them."""
+
+    def __init__(self, router: Router, seat: Seat) -> None:
+        self._router = router
+        self.bus = WorkerBus(seat, self._told, self._asked, self._joined, self._gone, self._missed)
+        # Requests of other workers that run, by worker and name.
+        self._running: dict[tuple[int, int], tuple[SharedPool, str, Upstream]] = {}
+        self._handlers: dict[str, tuple[Callable[[Any], object], Callable[[], Iterable[Any]]]] = {}
+
+    def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Iterable[Any]] = tuple) -> None:
+        self._handlers[kind] = handler, known
+
+    def tell(self, kind: str, content: Any) -> None:
+        self.bus.tell(Told(kind, content))
+
+    async def repeat(self, kind: str, content: Any) -> Sequence[Any]:
+        return await self.bus.ask(kind, content)
+
+    async def settle(self) -> None:
+        await self.bus.ask("settle")
+
+    def _joined(self) -> list[Message]:
+        return [Told(kind, one) for kind, (_, known) in self._handlers.items() for one in known()]
+
+    async def _asked(self, kind: str, content: Any) -> Any:
+        if kind == "metrics":
+            return self._router.metrics.render("")[0]
+        if kind == "settle":
+            # What this worker has told the others has arrived once they answer.
+            await self.bus.ask("nothing")
+            return None
+        found = self._handle(kind, content)
+        return await found if isinstance(found, Awaitable) else found
+
+    def _handle(self, kind: str, content: Any) -> Any:
+        found = self._handlers.get(kind)
+        return found[0](content) if found is not None else None
+
+    def _told(self, other: int, message: Message) -> None:
+        match message:
+            case Sent():
+                self._sent(other, message)
+            case First():
+                found = self._running.get((other, message.name))
+                if found is not None:
+                    found[0].fleet_heard.first_token(found[1], message.now)
+            case SharedEnd() | SharedFailure():
+                self._ended(other, message)
+            case Known():
+                pool = self._pool(message.model)
+                if pool is not None:
+                    pool.known_heard(message)
+            case Told():
+                self._handle(message.kind, message.content)
+
+    def _pool(self, model: str) -> SharedPool | None:
+        pool = self._router.pools.get(model)
+        return pool if isinstance(pool, SharedPool) else None
+
+    def _sent(self, other: int, one: Sent) -> None:
+        pool = self._pool(one.model)
+        upstream = pool.upstreams.get(one.replica) if pool is not None else None
+        if pool is None or upstream is None or one.replica not in pool.fleet.replicas:
+            return
+        query = PlacementQuery(
+            one.keys,
+            one.tokens,
+            one.block_size,
+            one.session,
+            one.max_output,
+            dict(one.other_keys),
+            one.weights,
+            public_keys=dict(one.public_keys),
+        )
+        prefill = one.prefill if one.prefill in pool.fleet.replicas else None
+        estimate = CostEstimate(one.replica, reused=one.reused, computed=one.computed)
+        name = f"{other}:{one.name}"
+        pool.fleet_heard.sent(name, query, Decision(one.replica, (estimate,), "worker", prefill), one.now)
+        self._running[other, one.name] = pool, name, upstream
+        self._count(pool, upstream, 1)
+
+    def _ended(self, other: int, one: SharedEnd | SharedFailure) -> None:
+        found = self._running.pop((other, one.name), None)
+        if found is None:
+            return
+        pool, name, upstream = found
+        if isinstance(one, SharedFailure):
+            pool.fleet_heard.failed(name, one.now)
+        else:
+            replica = pool.fleet.replicas.get(upstream.url)
+            known = replica is not None and one.now - replica.learned_at < _OWN_SECONDS
+            pool.fleet_heard.finished(
+                name, one.now, cached_tokens=one.cached, output_tokens=one.output, guessed=one.guessed or known
+            )
+        self._count(pool, upstream, -1)
+
+    def _gone(self, other: int) -> None:
+        """A worker has ended: so have its requests."""
+        for number, name in [key for key in self._running if key[0] == other]:
+            self._ended(number, SharedFailure(name, clock()))
+
+    def _missed(self, other: int) -> None:
+        """Messages of another worker are lost. What this one knows is incomplete now: one that is started anew hears it."""
+        logger.error("messages of worker %d are lost: this worker ends, and another one is started", other)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    @staticmethod
+    def _count(pool: ReplicaPool, upstream: Upstream, change: int) -> None:
+        """Its requests in flight are those of all workers."""
+        full = upstream.in_flight >= upstream.max_in_flight
+        upstream.in_flight += change
+        if full or pool.waiting or upstream.in_flight >= upstream.max_in_flight:
+            pool.refresh(upstream)
+
+
+class _Heard:
+    """A fleet's methods for what another worker tells, which is not told again."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.sent = partial(Fleet.sent, fleet)
+        self.first_token = partial(Fleet.first_token, fleet)
+        self.finished = partial(Fleet.finished, fleet)
+        self.failed = partial(Fleet.failed, fleet)
+
+
+class SharedFleet(Fleet):
+    """Tells the other workers what this one does with the replicas of a model."""
+
+    bus: WorkerBus
+    model: str
+    _numbers = itertools.count()
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._told: dict[str, int] = {}
+
+    def sent(self, name: str, query: PlacementQuery, decision: Decision, now: float) -> None:
+        super().sent(name, query, decision, now)
+        estimate = decision.estimate
+        assert decision.replica is not None and estimate is not None
+        number = self._told[name] = next(self._numbers)
+        self.bus.tell(
+            Sent(
+                number,
+                self.model,
+                decision.replica,
+                decision.prefill,
+                query.tokens,
+                estimate.reused,
+                estimate.computed,
+                query.session,
+                query.max_output,
+                query.weights,
+                query.block_size,
+                list(query.keys),
+                [(space, list(keys)) for space, keys in query.other_keys.items()],
+                [(space, list(keys)) for space, keys in query.public_keys.items()],
+                now,
+            )
+        )
+
+    def first_token(self, name: str, now: float) -> None:
+        super().first_token(name, now)
+        if name in self._told:
+            self.bus.tell(First(self._told[name], now), urgent=False)
+
+    def finished(
+        self,
+        name: str,
+        now: float,
+        *,
+        cached_tokens: int | None = None,
+        output_tokens: int | None = None,
+        guessed: bool = False,
+    ) -> None:
+        super().finished(name, now, cached_tokens=cached_tokens, output_tokens=output_tokens, guessed=guessed)
+        number = self._told.pop(name, None)
+        if number is not None:
+            self.bus.tell(SharedEnd(number, now, cached_tokens, output_tokens, guessed), urgent=False)
+
+    def failed(self, name: str, now: float) -> None:
+        super().failed(name, now)
+        number = self._told.pop(name, None)
+        if number is not None:
+            self.bus.tell(SharedFailure(number, now), urgent=False)
+
+
+class SharedPrompts(KnownPrompts):
+    """Tells the other workers which prompts were placed."""
+
+    bus: WorkerBus
+    model: str
+
+    def placed(self, chain: PromptChain, tokens: int, replica: str, now: float, *, by_keys: bool) -> None:
+        super().placed(chain, tokens, replica, now, by_keys=by_keys)
+        self.bus.tell(Known(self.model, chain.owner, chain.links, chain.sizes, tokens, replica, now, by_keys))
+
+
+class SharedPool(ReplicaPool):
+    """The replicas of one model, as all workers use them."""
+
+    fleet_type = SharedFleet
+
+    def __init__(self, workers: SharedWorkers, model: str, *args: Any) -> None:
+        super().__init__(model, *args)
+        fleet, self.known = self.fleet, SharedPrompts(ttl=self.known.ttl)
+        assert isinstance(fleet, SharedFleet)
+        fleet.bus = self.known.bus = workers.bus
+        fleet.model = self.known.model = model
+        self.fleet_heard = _Heard(fleet)
+
+    def known_heard(self, one: Known) -> None:
+        """Another worker has placed a prompt."""
+        chain = PromptChain(one.owner, one.links, one.sizes)
+        KnownPrompts.placed(self.known, chain, one.tokens, one.replica, one.now, by_keys=one.by_keys)
+
+
+class SharedSuspects(Suspects):
+    """Requests at which replicas have died, at whichever worker."""
+
+    def __init__(self, on_change: Callable[[], None], workers: SharedWorkers) -> None:
+        super().__init__(on_change)
+        self._workers = workers
+        # The deaths of each digest that all know.
+        self._shared: dict[bytes, list[Death]] = {}
+        workers.on("deaths", lambda told: self._heard(*told), self._known)
+        workers.on("innocent", self._innocent)
+
+    def keep_newest(self) -> None:
+        super().keep_newest()
+        known, self._shared = (
+            self._shared,
+            {key: list(one.deaths) for key, one in self._suspicions.items() if one.deaths},
+        )
+        for key, deaths in self._shared.items():
+            before = known.get(key, [])
+            if deaths != before:
+                gone = [one for one in before if one not in deaths]
+                self._workers.tell(
+                    "deaths", (key, self._suspicions[key].whole, deaths, gone, self._suspicions[key].until)
+                )
+
+    def clear(self, key: bytes) -> None:
+        one = self.find(key)
+        if one is not None and one.deaths:
+            self._workers.tell("innocent", key)
+        super().clear(key)
+
+    def _innocent(self, key: bytes) -> None:
+        super().clear(key)
+        self.notify()
+
+    def _heard(self, key: bytes, whole: bool, deaths: list[list[Any]], gone: list[list[Any]], until: float) -> None:
+        if whole:
+            self.accuse(key)
+        if self.was_served(key):
+            return
+        one = self.get(key, whole=whole)
+        found = {death[:2]: death for death in (*one.deaths, *(Death(*told) for told in deaths))}
+        for told in gone:
+            found.pop(Death(*told)[:2], None)
+        one.deaths, one.until = list(found.values()), max(one.until, until)
+        self._shared[key] = list(one.deaths)
+        self.keep_newest()
+        self.notify()
+
+    def _known(self) -> list[Any]:
+        return [(key, one.whole, one.deaths, [], one.until) for key, one in self._suspicions.items() if one.deaths]

@@ -1,0 +1,280 @@
+"""Several processes of a router on one port: what they share, and what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import web
+from router_parts import Loop, RouterProcess
+from scripted_replica import ScriptedReplica
+from shared_server import until
+from test_router_deaths import Mortals
+
+from foreword.router_extras.workers.bus import Told, WorkerBus
+from foreword.router_extras.workers.shared_quotas import SharedMemory
+from foreword.router_extras.workers.supervisor import Seat
+
+CHAT = "/v1/chat/completions"
+ADMIN = "the key of the operator"
+
+
+class RememberingReplica(ScriptedReplica):
+    """Reports the messages that it has had before as cached, 100 tokens each."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.known: set[str] = set()
+        self.requests = 0
+        super().__init__(loop)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post(CHAT, self._chat)]
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests += 1
+        prefixes = [json.dumps(body["messages"][: n + 1]) for n in range(len(body["messages"]))]
+        cached = 100 * sum(one in self.known for one in prefixes)
+        self.known |= set(prefixes)
+        usage = {
+            "prompt_tokens": 100 * len(prefixes),
+            "completion_tokens": 1,
+            "total_tokens": 100 * len(prefixes) + 1,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+        answer = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+        head = {"id": "c", "object": "chat.completion", "created": 1, "model": "m"}
+        return web.json_response({**head, "choices": [answer], "usage": usage})
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop()
+
+
+@contextmanager
+def routed(replicas: list[RememberingReplica], *flags: str, workers: int = 2) -> Iterator[RouterProcess]:
+    named = [part for one in replicas for part in ("--replica", one.url)]
+    router = RouterProcess(*named, "--workers", str(workers), *flags).wait_for(len(replicas) * workers)
+    try:
+        if workers > 1:
+            until(lambda: router.metric("foreword:router_workers", state="answering") == workers)
+        yield router
+    finally:
+        router.kill()
+
+
+def ask(router: RouterProcess, messages: list[Any], key: str = "none") -> httpx.Response:
+    """One request on a connection of its own, which any worker may take."""
+    body = {"model": "m", "messages": messages, "max_tokens": 1}
+    with httpx.Client(timeout=60) as client:
+        return client.post(router.url + CHAT, json=body, headers={"authorization": f"Bearer {key}"})
+
+
+def conversations(router: RouterProcess) -> list[int]:
+    """The cached tokens of each turn of a trace of conversations."""
+    spoken: list[list[Any]] = [[{"role": "user", "content": f"conversation {n} " + "word " * 300}] for n in range(6)]
+    found: list[int] = []
+    for turn in range(4):
+        for said in spoken:
+            usage = ask(router, said).json()["usage"]
+            found.append(usage["prompt_tokens_details"]["cached_tokens"])
+            said += [
+                {"role": "assistant", "content": "yes"},
+                {"role": "user", "content": f"turn {turn} " + "more " * 300},
+            ]
+    return found
+
+
+def served_by(router: RouterProcess) -> Counter[str]:
+    """Requests by the worker that the log names."""
+    return Counter(re.findall(rf"(worker \d): POST {CHAT} 200", router.text))
+
+
+def test_the_same_hits_as_one(loop: Loop) -> None:
+    """A trace of conversations, each request over a connection of its own, has the same hits behind two workers as behind one:
+    each knows where the other has placed a conversation. Both serve."""
+    found = {}
+    for workers in (1, 2):
+        replicas = [RememberingReplica(loop) for _ in range(3)]
+        with routed(replicas, workers=workers) as router:
+            found[workers] = conversations(router)
+            assert router.metric("foreword:router_requests_total", dialect="chat", outcome="ok") == len(found[workers])
+            if workers == 2:
+                assert len(served_by(router)) == 2
+    assert found[2] == found[1] == [100 * max(2 * turn - 1, 0) for turn in range(4) for _ in range(6)]
+
+
+def test_quotas_are_those_of_all(loop: Loop) -> None:
+    """A tenant has its quota once, whichever workers its requests come to, also after one was killed and another was started,
+    which the metrics count. Requests are served meanwhile."""
+    flags = ("--api-keys", "alice=a", "--api-keys", "bob=b", "--quota", "alice requests=20", "--admin-key", ADMIN)
+    with routed([RememberingReplica(loop)], *flags, "--replica-key", "r") as router:
+        hello = [{"role": "user", "content": "hello"}]
+        first = [ask(router, hello, "a").status_code for _ in range(10)]
+        pid = router.popen.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        assert len(children) == 2
+        os.kill(int(children[0]), signal.SIGKILL)
+        until(lambda: router.metric("foreword:router_worker_restarts_total", reason="signal") == 1)
+        until(lambda: router.metric("foreword:router_workers", state="answering") == 2)
+        until(lambda: ask(router, hello, "b").status_code == 200)
+        second = [ask(router, hello, "a").status_code for _ in range(15)]
+        assert first == [200] * 10
+        # The bucket fills by one in three seconds.
+        assert 10 <= second.count(200) <= 10 + 3 and second[0] == 200 and second[-1] == 429
+
+
+def test_an_operators_change_reaches_all(loop: Loop) -> None:
+    """A replica that is drained, removed or added through one worker is so for all of them."""
+    one, two = RememberingReplica(loop), RememberingReplica(loop)
+    with routed([one], "--admin-key", ADMIN) as router:
+        headers = {"authorization": f"Bearer {ADMIN}"}
+
+        def change(method: str, path: str, url: str) -> None:
+            with httpx.Client(timeout=60) as client:
+                answer = client.request(method, router.url + path, json={"replica": url}, headers=headers)
+            assert answer.status_code in (200, 201), answer.text
+
+        change("POST", "/v1/router/replicas", two.url)
+        until(lambda: router.text.count(f"replica {two.url} serves") == 2)
+        change("POST", "/v1/router/drain", one.url)
+        before = one.requests
+        for number in range(12):
+            assert ask(router, [{"role": "user", "content": f"question {number}"}]).status_code == 200
+        assert one.requests == before and len(served_by(router)) == 2
+        change("DELETE", "/v1/router/replicas", one.url)
+        assert router.text.count(f"replica {one.url} removed") == 2
+
+
+def test_a_signal_drains_all(loop: Loop) -> None:
+    """A signal to the first process ends all workers, each after its requests, and the exit status is 0."""
+    with routed([RememberingReplica(loop)]) as router:
+        os.kill(router.popen.pid, signal.SIGTERM)
+        assert router.end() == 0 and router.text.count("stopped") == 2
+
+
+@pytest.mark.parametrize("flags", [("--picker", "127.0.0.1:0"), ("--prefix-file", "/tmp/prefixes.json")])
+def test_what_only_one_process_can_have_is_refused(loop: Loop, flags: tuple[str, ...]) -> None:
+    """The start is refused, with the setting and what to do."""
+    router = RouterProcess("--replica", "http://127.0.0.1:9", "--workers", "2", *flags)
+    until(router.ended)
+    assert f"{flags[0]} works in one process only: leave out --workers, or {flags[0]}" in " ".join(router.text.split())
+
+
+def test_responses_and_names_are_known_to_all(loop: Loop) -> None:
+    """A response that one worker has stored is continued at any, and a named prefix that one has registered stands before the
+    prompts at any; once it is removed, at none. An erasure removes both everywhere."""
+    keys = ("--api-keys", "alice=a", "--replica-key", "r")
+    with routed([RememberingReplica(loop)], *keys) as router:
+
+        def call(method: str, path: str, body: Any = None) -> httpx.Response:
+            with httpx.Client(timeout=60) as client:
+                return client.request(method, router.url + path, json=body, headers={"authorization": "Bearer a"})
+
+        def named(name: str) -> set[int]:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prefix": name}
+            return {call("POST", CHAT, body).status_code for _ in range(12)}
+
+        said = {"model": "m", "input": "hello"}
+        first = call("POST", "/v1/responses", said).json()["id"]
+        again = [call("POST", "/v1/responses", {**said, "previous_response_id": first}) for _ in range(12)]
+        assert {one.status_code for one in again} == {200}
+        prefix = {"name": "law", "messages": [{"role": "system", "content": "You know the law."}]}
+        assert call("POST", "/v1/prefixes", prefix).status_code == 201
+        assert named("law") == {200}
+        assert call("DELETE", "/v1/prefixes/law").status_code == 200
+        assert named("law") == {404}
+        assert call("POST", "/v1/prefixes", prefix).status_code == 201
+        call("DELETE", "/v1/cache")
+        assert named("law") == {404}
+        gone = [call("GET", f"/v1/responses/{first}") for _ in range(12)]
+        assert {one.status_code for one in gone} == {404}
+
+
+def test_lost_messages_are_noticed(tmp_path: Path) -> None:
+    """A worker that read another one's messages so late that they were given up is told so when the connection begins anew: its
+    state is incomplete. The first connection of each is none of that."""
+
+    async def run() -> list[int]:
+        missed: list[int] = []
+        heard = 0
+
+        def told(worker: int, message: object) -> None:
+            nonlocal heard
+            heard += isinstance(message, Told)
+
+        async def asked(kind: str, content: Any) -> None: ...
+
+        buses = []
+        for number in range(2):
+            seat = Seat(number, 2, tmp_path, SharedMemory(), -1)
+            buses.append(WorkerBus(seat, told, asked, lambda: [Told("known", None)], lambda _: None, missed.append))
+            await buses[-1].start()
+        while heard < 2:
+            await asyncio.sleep(0)
+        assert not missed
+        large = bytes(40 << 20)
+        for _ in range(3):
+            buses[0].tell(Told("news", large))
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            while not missed:
+                await asyncio.sleep(0.01)
+        for bus in buses:
+            await bus.stop()
+        return missed
+
+    assert asyncio.run(run()) == [0]
+
+
+def test_requests_that_replicas_die_of_are_known_to_all(loop: Loop) -> None:
+    """A request at which two replicas have died is refused by every worker, with the same error, and no third replica dies."""
+    mortals = Mortals(4, "vllm")
+    try:
+        named = [part for url in mortals.urls for part in ("--replica", url)]
+        router = RouterProcess(*named, "--workers", "2").wait_for(8)
+        try:
+            until(lambda: router.metric("foreword:router_workers", state="answering") == 2)
+            poison = [{"role": "user", "content": "RESET"}]
+            answers = [ask(router, poison) for _ in range(12)]
+            assert mortals.dead() == 2
+            until(lambda: len(refused_by(router)) == 2)
+            assert {one.json()["error"]["code"] for one in answers} == {"suspicious_request"}
+        finally:
+            router.kill()
+    finally:
+        mortals.kill()
+
+
+def refused_by(router: RouterProcess) -> set[str]:
+    """Workers that have refused a request, as the log names them."""
+    return set(re.findall(r"(worker \d): request \S+ is refused", router.text))
+
+
+def test_a_new_worker_knows_an_operators_changes(loop: Loop) -> None:
+    """A worker that is started after a replica was drained sends no requests there."""
+    one, two = RememberingReplica(loop), RememberingReplica(loop)
+    with routed([one, two], "--admin-key", ADMIN) as router:
+        with httpx.Client(timeout=60) as client:
+            headers = {"authorization": f"Bearer {ADMIN}"}
+            client.post(router.url + "/v1/router/drain", json={"replica": one.url}, headers=headers).raise_for_status()
+        pid = router.popen.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[:1]:
+            os.kill(int(child), signal.SIGKILL)
+        until(lambda: router.text.count(f"replica {two.url} serves") == 3)
+        until(lambda: router.metric("foreword:router_workers", state="answering") == 2)
+        before = one.requests
+        for number in range(12):
+            assert ask(router, [{"role": "user", "content": f"question {number}"}]).status_code == 200
+        assert one.requests == before and len(served_by(router)) == 2
