@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 from benchmarks.gpu.bench import (
     LARGE,
@@ -99,20 +100,24 @@ class Context:
         return Bench(model, settings, self.device, options, triton=self.device.type == "cuda")
 
     def arena(self) -> Any:
-        """The staging arena of all managers; they work one after the other."""
+        """The staging arena of managers that copy through it; they work one after the other."""
         if self._arena is None:
-            from foreword.offload.staging import StagingArena, tensors_of
-            from foreword.store_config import StoreConfig
-
-            bench = self.engine()
-            tensors = tensors_of(bench.runner.layers)
-            size = sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
-            slots = max(StoreConfig().staging_bytes(self.device.type) // size, 8)
-            slots = 48 if self.tiny else slots
+            self.engine()
             before = taken(self.device)
-            self._arena = StagingArena([tensors], slots, queues=inline_queues(self.device))
+            self._arena = self._new_arena(direct=False)
+            self._arena.allocate()
             self.arena_bytes = taken(self.device) - before
         return self._arena
+
+    def _new_arena(self, *, direct: bool) -> Any:
+        from foreword.offload.staging import StagingArena, tensors_of
+        from foreword.store_config import StoreConfig
+
+        tensors = tensors_of(self.engine().runner.layers)
+        size = sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
+        slots = max(StoreConfig(direct=direct).staging_bytes(self.device.type) // size, 8)
+        slots = 48 if self.tiny else slots
+        return StagingArena([tensors], slots, queues=inline_queues(self.device))
 
     def layout(self) -> Any:
         """The stored layout of the engine's blocks."""
@@ -131,7 +136,8 @@ class Context:
         opened = (
             open_store(list(stores), layout) if all(isinstance(one, str) for one in stores) else TieredStore(stores)
         )
-        return EngineStores(opened, self.arena(), [layout], direct=direct)
+        arena = self._new_arena(direct=True) if direct else self.arena()
+        return EngineStores(opened, arena, [layout], direct=direct)
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
@@ -1086,6 +1092,12 @@ def step_direct(context: Context) -> Iterator[Row]:
     count = 4 if context.tiny else max(min(bench.blocks, context.shapes.copy_bytes // block, 512), 1)
     for way, direct in (("through the staging arena", False), ("straight, with store.direct", True)):
         yield part(f"{count} blocks {way}", functools.partial(_saved_and_loaded, context, count, way, direct=direct))
+    if context.device.type == "cuda":
+        from foreword.offload.pinned import CudaPinning
+
+        way = "straight, in memory that CUDA allocates"
+        with mock.patch.object(CudaPinning, "lock", return_value="refused, for this row"):
+            yield part(f"{count} blocks {way}", functools.partial(_saved_and_loaded, context, count, way, direct=True))
     bench.cache.clear()
 
 
@@ -1099,7 +1111,7 @@ def _saved_and_loaded(context: Context, count: int, way: str, *, direct: bool) -
 
     bench = context.engine()
     block, tokens = bench.runner.bytes_per_block, bench.config.block_size
-    tensors, root = tensors_of(bench.runner.layers), os.urandom(32)
+    tensors, root, before = tensors_of(bench.runner.layers), os.urandom(32), taken(context.device)
     manager = context.manager(f"memory://?size={4 * count * (block + (64 << 10)) + (64 << 20)}", direct=direct)
     try:
         until = time.monotonic() + min(context.left(), 20.0)
@@ -1136,7 +1148,10 @@ def _saved_and_loaded(context: Context, count: int, way: str, *, direct: bool) -
                 raise RuntimeError(f"{wrong} of {len(kept)} tensors have other bytes {way}")
         rates = " / ".join(f"{count * block / best[what][0] / 1e9:.1f}" for what in ("save", "load"))
         host = " / ".join(f"{best[what][1]:.0f}" for what in ("save", "load"))
-        return row(f"{count} blocks {way}, save / load", f"{rates} GB/s", f"{host} us of processor time per block")
+        beside = f"{host} us of processor time per block"
+        if direct:
+            beside += f", {(taken(context.device) - before) >> 20} MiB of GPU memory"
+        return row(f"{count} blocks {way}, save / load", f"{rates} GB/s", beside)
     finally:
         manager.close(10.0)
 

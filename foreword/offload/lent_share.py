@@ -24,12 +24,12 @@ class LentShare:
         self._most = most
         self._lock = threading.Lock()
 
-    def take(self, count: int, stride: int, room: int) -> int:
-        """How many of `count` slots of `stride` bytes a load is lent now: at least one, and if they are more than `room` then
-        so many or a multiple. `give` returns them."""
+    def take(self, wanted: int, stride: int, room: int) -> int:
+        """How many of `wanted` slots of `stride` bytes a load is lent now: all of them, or at least one, and a multiple of
+        `room` where they are more than that. `give` returns them."""
         with self._lock:
-            count = max(min(count, min(self._left // 2, self._most) // stride), 1)
-            if count > room:
+            count = max(min(wanted, min(self._left // 2, self._most) // stride), 1)
+            if room < count < wanted:
                 count -= count % room
             self._left -= count * stride
             return count

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from foreword.api.dialects.answer_reader import error_of
-from foreword.errors import ForewordError, connection_reason
+from foreword.errors import ForewordError
+from foreword.request_errors import connection_reason
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream
 from foreword.routing.placement import Decision, PlacementQuery

@@ -14,22 +14,22 @@ from typing import Any, Final
 from foreword.api import logprobs
 from foreword.api.dialects.answer_reader import AnswerChoice, Logprobs
 from foreword.api.request import GenerateRequest
-from foreword.errors import ReplicaFailed
-from foreword.router.replica_body import is_repeatable
+from foreword.request_errors import ReplicaFailed
+from foreword.router.replica_body import ROUTER_FIELDS, is_repeatable
 from foreword.tokens.stops import StopFinder
 
-# Fields that a continuation replaces, or that concern the first replica only.
-_DROPPED: Final = frozenset(
+# Fields that a continuation replaces, or, with those of the router, that concern the first replica only.
+_REPLACED: Final = frozenset(
     name
     for names in (
         "messages prompt suffix echo stop include_stop_str_in_output max_completion_tokens max_tokens min_tokens",
         "logprobs top_logprobs n best_of tools tool_choice functions function_call parallel_tool_calls response_format",
         "modalities prefix cache_report add_generation_prompt continue_final_message chat_template chat_template_kwargs",
         "documents add_special_tokens truncate_prompt_tokens stream_options reasoning_effort include_reasoning",
-        "kv_transfer_params salt cache_salt priority request_id",
     )
     for name in names.split()
 )
+_DROPPED: Final = ROUTER_FIELDS | _REPLACED
 
 
 def why_not_continuable(request: GenerateRequest) -> str | None:

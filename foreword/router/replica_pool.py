@@ -21,8 +21,9 @@ from foreword.api.request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.public import is_public
 from foreword.blocks.salt import Salt
-from foreword.errors import BadRequest, NoReplica, QueueFull
+from foreword.errors import BadRequest
 from foreword.process_config import RouterConfig
+from foreword.request_errors import NoReplica, QueueFull
 from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.recent_answers import SharedPrefixes

@@ -25,7 +25,8 @@ from foreword.api.request import ClientBody, GenerateRequest
 from foreword.api.routes import Right, Routes
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_object
-from foreword.errors import BadRequest, NoReplica, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import NoReplica, ReplicaFailed
 from foreword.router.replica_body import edited, parse_request, read_body
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock

@@ -198,13 +198,13 @@ class RobustLine:
         samples = sorted(self._samples)
         spread = samples[-1][0] - samples[0][0]
         slopes: list[float] = []
-        first = 1
-        for x, y in samples:
+        first, enough = 1, spread * 2 >= samples[-1][0]
+        for x, y in samples if enough else ():
             # Those far enough to the right of this sample are to the right of `first`.
             while first < len(samples) and not ((samples[first][0] - x) * 8 >= spread and samples[first][0] > x):
                 first += 1
             slopes += [(above - y) / (right - x) for right, above in samples[first:]]
-        if len(slopes) >= _MIN_SAMPLES and spread * 2 >= samples[-1][0]:
+        if len(slopes) >= _MIN_SAMPLES:
             found = median(slopes)
             self.fitted, self.slope = found > self._least, max(found, self._least)
             self.base = max(median(y - self.slope * x for x, y in samples), 0.0)
@@ -261,7 +261,7 @@ class PrefillModel:
 
     def add(self, tokens: float, pairs: float, seconds: float) -> bool:
         """Add a sample; True if it is time for a fit. Negative and non-finite values are ignored."""
-        if not all(math.isfinite(value) and value >= 0 for value in (tokens, pairs, seconds)):
+        if not (min(tokens, pairs, seconds) >= 0 and math.isfinite(tokens + pairs + seconds)):
             return False
         self._samples.append((tokens, pairs, seconds))
         self._fresh += 1

@@ -32,7 +32,7 @@ from enum import IntEnum
 from itertools import groupby, repeat
 from typing import Final
 
-from foreword.blocks.public import PublicBlocks
+from foreword.blocks.public_blocks import PublicBlocks
 from foreword.errors import ConfigError
 from foreword.newest import Newest
 

@@ -219,6 +219,9 @@ class CostEstimate(NamedTuple):
         if self.excluded:
             return self.excluded
         _, queue, memory, load, compute, decode, _, transfer, reused, computed, from_tiers, *_ = self
+        total = self.total
+        if max(total, self.delays, self.stalls, self.ageing) < _SHOWN_SECONDS:
+            return f"{total:.2f} s"
         source = _loading(from_tiers) if load >= _SHOWN_SECONDS else ""
         parts = (
             (queue, "queued"),
@@ -236,7 +239,7 @@ class CostEstimate(NamedTuple):
             (self.coming, "for those that will come"),
         )
         added = [f"{seconds:.2f} s {reason}" for seconds, reason in more if seconds >= _SHOWN_SECONDS]
-        return f"{self.total:.2f} s" + (f" ({listed})" if listed else "") + "".join([f", and {one}" for one in added])
+        return f"{total:.2f} s" + (f" ({listed})" if listed else "") + "".join([f", and {one}" for one in added])
 
 
 def _loading(from_tiers: tuple[int, ...]) -> str:

@@ -21,7 +21,7 @@ from foreword.api.front import Call, Handler, Reply
 from foreword.api.request import GenerateRequest
 from foreword.api.routes import ClientQuery, JsonBody, Meter, Right, Routes
 from foreword.engine.request import Delta, Request
-from foreword.errors import ShuttingDown
+from foreword.request_errors import ShuttingDown
 from foreword.server import migration
 from foreword.server.endpoint import ServerContext, check_model
 from foreword.server.job import Caller, Job

@@ -29,9 +29,9 @@ from foreword.api.tools.parser import AnswerFormats, AnswerParser, leaves_reason
 from foreword.blocks.retention import RetentionAnswer
 from foreword.engine.output_text import OutputText
 from foreword.engine.request import CacheReport, Delta, MigratedTo, Request
-from foreword.errors import CannotMigrate
 from foreword.server.prompt_scores import for_prompt
 from foreword.tokens.token_logprob import TokenLogprob
+from foreword.transfer.errors import CannotMigrate
 from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:

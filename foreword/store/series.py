@@ -42,16 +42,16 @@ class Series:
         return () if not self.by or (engine and self.summed) else (self.by,)
 
     def amounts(self, counters: object, *, engine: bool) -> dict[tuple[str, ...], float]:
-        """By the values of its labels."""
+        """By the values of its labels; a server shows those that were not counted yet, too."""
         found = getattr(counters, self.field)
         if not self.by:
             return {(): found}
-        counts = {**dict.fromkeys(self.values, 0), **dict(found)}
-        return (
-            {(str(value),): count for value, count in counts.items()}
-            if self.labels(engine=engine)
-            else {(): sum(counts.values())}
-        )
+        counts = dict(found)  # at once: another thread may add a value
+        if engine and self.summed:
+            return {(): sum(counts.values())}
+        if not engine:
+            counts = {**dict.fromkeys(self.values, 0), **counts}
+        return {(str(value),): count for value, count in counts.items()}
 
 
 def counted(text: str, unit: str, server: str, engine: str = "", **more: Any) -> Any:

@@ -69,6 +69,12 @@ def test_damage_is_a_miss(model: Path, alone: list[list[int]]) -> None:
     assert last["cached"] == WHOLE[:1] and about["bad"] == [len(flips)]
 
 
+def test_saves_follow_the_model_of_their_step(model: Path) -> None:
+    """The stream that computes gets a step's copies when it has the step's model, and before it gets the next one's."""
+    [launched] = direct(model, [MEMORY], ["order", ASKED[0]], llm={"max_num_batched_tokens": 128})
+    assert launched == ["model", "copies"] * -(-len(ASKED[0]) // 128)
+
+
 def test_an_abort_while_the_device_copies(model: Path, alone: list[list[int]]) -> None:
     """vLLM keeps the blocks until nothing is written into them any more; who gets them then answers right."""
     [_, case, about] = direct(model, [MEMORY], ["ask", ASKED], ["abort", ASKED[0], OTHERS], ["about"], kv_bytes=SMALL)

@@ -80,6 +80,30 @@ class Cases:
         with self._tiers()[0].store.lend(names, deadline=time.monotonic() + WITHIN) as lent:
             yield lent.frames
 
+    def order(self, prompt: list[int]) -> list[str]:
+        """What is launched on the stream that computes, in order: the model of each step, and copies of blocks. Several of a
+        kind that follow each other count once."""
+        from foreword.offload.device import Stream
+
+        launched, submit = list[str](), self.device.submit
+
+        def note(what: str) -> None:
+            if launched[-1:] != [what]:
+                launched.append(what)
+
+        def submitted(stream: Stream, work: Any) -> None:
+            if stream is Stream.COMPUTE:
+                note("copies")
+            submit(stream, work)
+
+        self.engine.llm.apply_model(
+            lambda model: model.register_forward_pre_hook(lambda *given: note("model")) and None
+        )
+        self.device.submit = submitted
+        self._ask([prompt], 1)
+        self.device.submit = submit
+        return launched
+
     def abort(self, prompt: list[int], others: Prompts) -> dict[str, Any]:
         """A request is aborted while the copies into its blocks wait in their stream; the others then need every block."""
         from foreword.offload.device import Stream

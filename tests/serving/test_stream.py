@@ -12,7 +12,7 @@ from small_front import Client, front, route
 
 from foreword.api.front import Answer, Call, Front
 from foreword.api.sse import encode
-from foreword.errors import EngineFailed
+from foreword.request_errors import EngineFailed
 from foreword.server.generate_api import merge
 from foreword.server.sent_events import send_events
 

@@ -442,3 +442,22 @@ def test_a_piece_that_is_cut_goes_with_its_last_block(tmp_path: Path, kept: int)
                 assert pieces_of(folder) == [path]
                 assert store.delete([name], deadline=soon()) == 1
             assert not pieces_of(folder)
+
+
+@pytest.mark.parametrize("field", [32, 40])
+def test_an_entry_of_an_offset_that_no_file_has(tmp_path: Path, field: int) -> None:
+    """A damaged entry of one block, with an offset or a length beyond what files can have, keeps no other block from being
+    removed or stored again, and the block itself is stored again."""
+    frames = make_frames(62, 8, 1000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(frames, deadline=soon())
+        [path] = pieces_of(tmp_path)
+        data = bytearray(path.read_bytes())
+        at = data.index(frames[3].header.key) + field
+        data[at : at + 8] = (1 << 63).to_bytes(8, "little")
+        path.write_bytes(data)
+        assert store.delete(names_of(frames[2:3]), deadline=soon()) == 1
+        assert store.delete(names_of(frames[5:6]), deadline=soon()) == 1
+        assert read(store, frames[3:4]) == [None]
+        assert store.put(frames, deadline=soon()) == 8
+        assert read(store, frames) == whole(frames)

@@ -214,12 +214,11 @@ def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
 
 def free_removed(handle: int, align: int, left: Sequence[PieceEntry], count: int) -> None:
     """Make holes of all bytes that belong to none of these blocks, in a piece that was made of `count`."""
-    low = _rounded(_HEAD.size + _ENTRY.size * count, align)
-    for start, end in sorted((one.at, _rounded(one.at + one.length, align)) for one in left):
-        if low < start:
+    low, size = _rounded(_HEAD.size + _ENTRY.size * count, align), os.fstat(handle).st_size
+    for start, end in sorted((min(one.at, size), _rounded(one.at + one.length, align)) for one in left):
+        if low < start:  # a damaged entry may name an offset that no file has
             _punch(handle, low, start - low)
         low = max(low, end)
-    size = os.fstat(handle).st_size
     if low < size:
         _punch(handle, low, size - low)
 
