@@ -15,7 +15,8 @@ import pytest
 import foreword
 from foreword.engine.structured.compiler import CompiledOutput, GrammarCompiler
 from foreword.engine.structured.vocabulary import Vocabulary
-from foreword.errors import BadRequest, QueueFull
+from foreword.errors import BadRequest
+from foreword.request_errors import QueueFull
 from foreword.tokens.structured_output import StructuredOutput
 
 FOLDER = Path(foreword.__file__).parent / "models" / "stdlib-nano"
