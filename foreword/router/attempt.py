@@ -192,6 +192,7 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
             "others_seconds": round(estimate.others, 4),
             "decoding_seconds": round(estimate.stalls, 4),
             "ageing_seconds": round(estimate.ageing, 4),
+            "coming_seconds": round(estimate.coming, 4),
             "reused_tokens": estimate.reused,
             "computed_tokens": estimate.computed,
             "excluded": estimate.excluded,

@@ -402,3 +402,16 @@ def check_record(data: bytes) -> bytes:
     if len(data) > RECORD_BYTES:
         raise StoreError(f"a record has at most {RECORD_BYTES} bytes, not {len(data)}")
     return data
+
+
+def quota_of(quota: float | None, size: int) -> int:
+    """Bytes that a tenant may have in a store of `size` bytes: all (None), a share (a float), or a number of bytes (an int).
+
+    Raises StoreConfigError.
+    """
+    if quota is None:
+        return size
+    amount = int(quota * size) if isinstance(quota, float) else quota
+    if not 0 < amount <= size:
+        raise StoreConfigError(f"tenant_quota is from 1 byte to the size of the store, not {amount} bytes")
+    return amount
