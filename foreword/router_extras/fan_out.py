@@ -37,7 +37,7 @@ Send = Callable[[Upstream], Awaitable[Answer]]
 
 
 class Fails(Enum):
-    """What the failure of a replica makes of the client's answer, where others succeeded. A 404 is no failure: that replica
+    """The meaning of a replica's failure for the client's answer, where others succeeded. A 404 is no failure: that replica
     does not know what the request names."""
 
     IF_ANY = "any failure"
@@ -56,7 +56,7 @@ class Fails(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAnswer:
-    """What came of asking one replica.
+    """The outcome of asking one replica.
 
     Attributes:
         answer: its own, or an error in the format of most paths.
@@ -79,7 +79,7 @@ class ReplicaAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What came of asking replicas, in their order.
+    """The outcomes of asking replicas, in their order.
 
     Attributes:
         why: each of them was asked; empty where the declaration says it.

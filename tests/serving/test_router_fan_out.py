@@ -208,7 +208,7 @@ def test_all_answer(router: RouterThread, name: str, replicas: list[Fanned]) -> 
 @pytest.mark.parametrize("mode", ["dead", "500", "400", "large", *BROKEN])
 @pytest.mark.parametrize("name", ROUTES)
 def test_one_replica_fails(router: RouterThread, name: str, mode: str, replicas: list[Fanned]) -> None:
-    """One replica breaks the connection, answers with an error, with too much, or with no JSON object: the status is what the
+    """A replica breaks the connection, answers with an error, with too much, or with no JSON object: the status is what the
     route's rule says, and the replica is named."""
     fails, bad = ROUTES[name], replicas[0]
     bad.size = declared(router)[name].handler.plan.answer_bytes
@@ -218,7 +218,7 @@ def test_one_replica_fails(router: RouterThread, name: str, mode: str, replicas:
 
 @pytest.mark.parametrize("name", ["POST /v1/sessions", "GET /v1/sessions", "DELETE /v1/cache"])
 def test_fields_of_other_types(router: RouterThread, name: str, replicas: list[Fanned]) -> None:
-    """What is merged has the declared types: an answer with others is a failure of its replica."""
+    """Merged fields have the declared types: an answer with others is a failure of its replica."""
     replicas[1].mode = "other types"
     check_failure(ask(router, name), ROUTES[name], replicas[1].url, 502)
 
