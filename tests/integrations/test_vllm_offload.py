@@ -20,7 +20,7 @@ FULL = LENGTH // BLOCK  # blocks of a prompt; answers are not saved by vLLM's of
 def offload(
     model: Path, store: list[str], *steps: list[Any], tier: dict[str, Any] | None = None, **job: Any
 ) -> list[Any]:
-    """What the steps find in a new vLLM with its own offloading."""
+    """The findings of all steps in a new vLLM with its own offloading."""
     job = {"model": str(model), "tier": {"store": store, **(tier or {})}, "steps": steps, **job}
     found: list[Any] = run("vllm_offload_script.py", job)["found"]
     return found
@@ -108,7 +108,7 @@ def test_weights_that_change_in_place(model: Path, tmp_path: Path) -> None:
 
 
 def test_hashes_that_clients_can_make_equal_are_refused(model: Path, tmp_path: Path) -> None:
-    """With a hash that is not cryptographic the start ends, and says which setting is wrong."""
+    """A hash that is not cryptographic ends the start, which says which setting is wrong."""
     job = {
         "model": str(model),
         "tier": {"store": [disk(tmp_path)]},

@@ -75,7 +75,7 @@ def routed(replicas: list[RememberingReplica], *flags: str, workers: int = 2) ->
 
 
 def ask(router: RouterProcess, messages: list[Any], key: str = "none") -> httpx.Response:
-    """One request on a connection of its own, which any worker may take."""
+    """Asks on a connection of its own, which any worker may take."""
     body = {"model": "m", "messages": messages, "max_tokens": 1}
     with httpx.Client(timeout=60) as client:
         return client.post(router.url + CHAT, json=body, headers={"authorization": f"Bearer {key}"})
