@@ -133,9 +133,9 @@ def test_several_groups(tmp_path: Path) -> None:
         (prompt, mine.text if number < 2 else theirs.text) for number, prompt in enumerate(prompts(8, [LENGTH] * 8))
     ]
     steps = [step for prompt, salt in asked for step in (["ask", prompt, salt], ["settle"])]
-    *found, about = offload(model, store, *steps, ["about"], host_bytes=2 << 20)
+    *found, about = offload(model, store, *steps, ["about"], host_bytes=2 << 20, tier={"queue": "2MiB"})
     answers = found[::2]
-    assert not any(one["cached"] for one in answers) and not about["degraded"] and not about["counts"].get("refused")
+    assert not any(one["cached"] for one in answers) and not about["degraded"] and not about["counts"]["not_saved"]
     blocks = frames(tmp_path / "kv")
     assert len({header.group for header, _ in blocks}) >= 2
     pages = {
@@ -192,6 +192,19 @@ def test_weights_that_change_in_place(model: Path, tmp_path: Path) -> None:
     after = [["change_weights"], ["ask", prompt]]
     unnamed, named = offload(model, store, *after), offload(model, store, *after, tier={"weights_version": "two"})
     assert unnamed[-1] == new and named[-1]["tokens"] == new["tokens"]
+
+
+def test_rows_that_vllm_fills_in_part_are_refused(tmp_path: Path) -> None:
+    """With several blocks to a row, of which vLLM leaves out those before the window and says not which, the start ends, and
+    names the setting."""
+    job = {
+        "model": str(make_hybrid(tmp_path / "model")),
+        "tier": {"store": [disk(tmp_path)]},
+        "steps": [],
+        "extra": {"blocks_per_chunk": 2},
+    }
+    done = attempt("vllm_offload_script.py", job)
+    assert done.returncode and "remove block_size and blocks_per_chunk" in done.stderr
 
 
 def test_hashes_that_clients_can_make_equal_are_refused(model: Path, tmp_path: Path) -> None:
