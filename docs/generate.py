@@ -400,6 +400,8 @@ options of `LLM`. `LLM` and `AsyncEngine` need the extra `engine` (`pip install 
 checkout); `Cache` and `PrefixCache` need no torch. Seconds are `float`, sizes are text such as
 `4GiB` unless a name ends with `bytes`, tokens are token ids.
 """
+# Errors of all products, of named prefixes, of requests, and of transfers.
+ERROR_FILES = ("errors.py", "prefixes/errors.py", "request_errors.py", "transfer/errors.py")
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Examples|Returns):$", re.MULTILINE)
 
 
@@ -413,8 +415,8 @@ def python_page() -> str:
         parts.append(f"## {home}.{name}")
         parts += _python_class(node) if isinstance(node, ast.ClassDef) else _python_function(node, name)
     parts += ["## Errors", "Every error that a public function raises is a `foreword.ForewordError`."]
-    tree = ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8"))
-    errors = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    trees = [ast.parse((PACKAGE / file).read_text(encoding="utf-8")) for file in ERROR_FILES]
+    errors = [one for tree in trees for one in tree.body if isinstance(one, ast.ClassDef) and one.name[0] != "_"]
     rows = [(f"`{node.name}`", f"`{ast.unparse(node.bases[0])}`", _flowing(_summary(node))) for node in errors]
     return "\n\n".join([*parts, _table(("Error", "is a", "Meaning"), rows)]) + "\n"
 

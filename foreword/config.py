@@ -8,7 +8,6 @@ expected. The docstring of a key is the help text of its flag.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import math
 import os
 import re
@@ -74,22 +73,6 @@ def check_section(section: str, config: Any) -> None:
 
 
 SHORTEST_SECRET = 16
-
-
-def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An IP address; an IPv4-mapped IPv6 address as the IPv4 address. None for a name."""
-    try:
-        found = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found
-
-
-def is_loopback(host: str) -> bool:
-    """Whether it is a name or address of the loopback interface."""
-    found = ip_address(host)
-    return host == "localhost" or (found is not None and found.is_loopback)
 
 
 def check_secret(key: str, text: str) -> None:

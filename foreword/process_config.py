@@ -16,13 +16,14 @@ from foreword.config import (
     between,
     check_secret,
     check_section,
-    is_loopback,
     not_negative,
     one_of,
     parse_bytes,
     positive,
 )
-from foreword.errors import ConfigError, ModelNotFound
+from foreword.errors import ConfigError
+from foreword.host_addresses import is_loopback
+from foreword.request_errors import ModelNotFound
 
 # Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
 _BODY_BYTES_PER_TOKEN = 64

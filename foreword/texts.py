@@ -18,11 +18,3 @@ def readable(text: str) -> str:
     if text.isascii():
         return text
     return _LONE.sub("\ufffd", text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def utf8(text: str) -> bytes:
-    """A text as UTF-8, whatever it is."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        return readable(text).encode()

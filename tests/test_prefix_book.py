@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from foreword.blocks.leases import Lease, Leases
-from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
+from foreword.errors import BadRequest
 from foreword.prefixes.book import NamedPrefix, PrefixBook
+from foreword.prefixes.errors import PrefixBudgetExceeded, UnknownPrefix
 
 
 class Shelf:

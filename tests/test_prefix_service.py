@@ -11,9 +11,10 @@ from foreword.blocks.leases import Lease, Leases
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import tenant_digest
 from foreword.conformance import FlakyStore, soon
-from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix
+from foreword.errors import BadRequest, StoreError
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content, NamedPrefix
+from foreword.prefixes.errors import PrefixBudgetExceeded, UnknownPrefix
 from foreword.prefixes.lease_records import PREFIXES, Chain, PrefixRecord
 from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService, Registration

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from foreword.api import sse
 from foreword.api.errors import error_response
 from foreword.api.front import Call
+from foreword.api.sse import utf8
 from foreword.errors import BadRequest, ForewordError
-from foreword.texts import readable, utf8
+from foreword.texts import readable
 
 sys.path.append(str(Path(__file__).parent / "serving"))
 from small_front import Client, front, route

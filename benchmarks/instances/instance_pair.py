@@ -12,7 +12,7 @@ from typing import Any, Self
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.errors import CannotMigrate, TransferError
+from foreword.transfer.errors import CannotMigrate, TransferError
 from foreword.transfer_config import TransferConfig
 
 

@@ -1,10 +1,11 @@
 """Placement by cost against six rules, two simple ones and those of other routers, where a fleet has more to do than it can.
 
     python -m benchmarks.simulator.overload --conversation mooncake-conversation.jsonl --synthetic synthetic_trace.jsonl \\
-        --coding coding-sessions.jsonl.gz [--draws 2] [--jobs 2] [--only REGEX] [--out RESULTS.jsonl]
+        --coding coding-sessions.jsonl.gz [--held-out] [--draws 2] [--jobs 2] [--only REGEX] [--out RESULTS.jsonl]
 
 Virtual time: what the machine does meanwhile makes no difference. A case is a fleet and its traffic; its figures are of all
 requests of several draws (other sessions, other starts), since the slowest hundredth of one draw is a handful of requests.
+`--held-out` takes the cases of `held_out` instead, which were drawn before the price was changed last and not looked at for it.
 The tables have mean, p50, p90 and p99 of the time to first token, and the mean time end to end. A case without its trace is
 left out.
 """
@@ -177,7 +178,7 @@ class Draw:
                 now += self.rng.expovariate(1 / think)
         return found
 
-    def documents(self, rate: float, seconds: float, number: int, median: float) -> Trace:
+    def documents(self, rate: Callable[[float], float] | float, seconds: float, number: int, median: float) -> Trace:
         """Questions about documents under one system prompt, which one by Zipf's law."""
         system = self.blocks(2 * BLOCK)
         texts = [[*system, *self.blocks(self.lognormal(median, 0.7, 120_000))] for _ in range(number)]
@@ -395,6 +396,13 @@ def joined(one: TraceRequest) -> TraceRequest:
     return replace(one, ids=array("I", ids), ids_tokens=BLOCK)
 
 
+def cases(held_out: bool = False, *, both: bool = False) -> dict[str, Case]:
+    """The cases, the held-out ones, or both."""
+    from benchmarks.simulator.held_out import HELD_OUT  # it needs this module
+
+    return CASES | HELD_OUT if both else HELD_OUT if held_out else CASES
+
+
 def made(name: str) -> Any:
     return RIVALS[name]() if name in RIVALS else policy_named(name)
 
@@ -405,7 +413,7 @@ Job = tuple[str, str, int, Traces, bool]
 def run(job: Job) -> dict[str, Any]:
     """The times of one simulation."""
     name, policy, seed, traces, known = job
-    case = CASES[name]
+    case = cases(both=True)[name]
     trace = sorted(case.traffic(Draw(traces, seed)), key=lambda one: one.arrival)
     spec = replace(case.spec, learns=not known)
     began = time.perf_counter()
@@ -479,6 +487,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--held-out", action="store_true", help="the held-out cases")
     parser.add_argument("--known", action="store_true", help="the router knows the costs of replicas from the start")
     parser.add_argument("--out", type=Path, help="append all times to this file")
     parser.add_argument("--read", type=Path, nargs="*", default=[], help="results of earlier runs, for the table")
@@ -487,7 +496,7 @@ def main() -> None:
     runs = [json.loads(line) for path in arguments.read for line in path.read_text().splitlines()]
     jobs: list[Job] = [
         (name, policy, arguments.first_draw + i, traces, arguments.known)
-        for name, case in CASES.items()
+        for name, case in cases(arguments.held_out).items()
         if traces.has(case.needs) and re.search(arguments.only, name)
         for policy in filter(None, arguments.policies.split(","))
         for i in range(arguments.draws)

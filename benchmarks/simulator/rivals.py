@@ -57,7 +57,7 @@ class WeightedScores(RulePolicy):
         scores = {
             one.name: self._prefix * one.reach[_DEVICE] / max(len(query.keys), 1)
             + self._queue * ((longest - one.queued) / (longest - shortest) if longest > shortest else 1.0)
-            + self._memory * (1 - min(one.memory_used, 1.0))
+            + self._memory * (1 - min(one.resident / max(one.capacity, 1), 1.0))
             for one in usable
         }
         highest = max(scores.values())
@@ -73,7 +73,7 @@ class BlocksInUse(RulePolicy):
     def pick(self, query: PlacementQuery, usable: Sequence[Candidate]) -> str:
         def tokens(one: Candidate) -> float:
             prefill = one.queued_tokens + query.tokens - one.reach[_DEVICE] * query.block_size
-            return prefill + one.memory_used * one.capacity + query.tokens
+            return prefill + one.resident + query.tokens
 
         return min(usable, key=lambda one: (tokens(one), one.name)).name
 

@@ -27,9 +27,10 @@ from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header, frame
+from foreword.store.key_interfaces import StoreKeys
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords
-from foreword.store.store_keys import StoreKeys, keys_from_environment
+from foreword.store.store_keys import keys_from_environment
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore, TierSearch
 from foreword.store.urls import open_store

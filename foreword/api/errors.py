@@ -11,8 +11,9 @@ import math
 from collections.abc import Collection
 from typing import Any, Final, NamedTuple, Protocol
 
-from foreword.errors import BadRequest, ForewordError, NotFound, RequestFailed
-from foreword.texts import utf8
+from foreword.api.sse import utf8
+from foreword.errors import BadRequest, ForewordError, NotFound
+from foreword.request_errors import RequestFailed
 
 MAX_BODY_BYTES: Final = 64 << 20
 _MAIN_PATHS: Final = (

@@ -13,14 +13,6 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from foreword.errors import ConfigError
-
-
-def check_curve() -> None:
-    """Raises ConfigError if the installed ZeroMQ has no CURVE."""
-    if not zmq.has("curve"):
-        raise ConfigError("KV events with a router's key need a ZeroMQ with CURVE: install the wheels of pyzmq")
-
 
 def secure_publisher(socket: zmq.Socket[Any], key: str) -> None:
     """Make a listening socket take only clients with the key."""

@@ -34,11 +34,11 @@ from foreword.api.quotas import Admitted, Quotas
 from foreword.api.request_bodies import RequestBodies, check_media_type, declared_length
 from foreword.api.rights import NO_TENANT, Rights
 from foreword.api.routes import JsonBody, Meter, Right, Route, Routes
+from foreword.api.sse import utf8
 from foreword.api.tenants import Tenant
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import BadRequest, ForewordError, IntegrityError, did_you_mean
 from foreword.tasks import to_its_end
-from foreword.texts import utf8
 from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ class Call:
         self._front = front
         self.exchange = exchange
         self.arrived = time.monotonic()
-        self.path = _NEEDLESS.sub(lambda found: unquote(found[0]), exchange.path)
+        path = exchange.path
+        self.path = _NEEDLESS.sub(lambda found: unquote(found[0]), path) if "%" in path else path
         self.id = request_id_from(exchange.headers.get("x-request-id"))
         self.route: Route[Handler] | None = None
         self.names: Mapping[str, str] = {}
@@ -338,7 +339,7 @@ class Ending:
         if call.ignored:
             front.metrics.ignored(path)
         seconds = time.monotonic() - call.arrived
-        log_request(call.method, call.path, status, seconds, call.id, call.access())
+        log_request(call.method, call.path, status, seconds, call.id, call.access)
         if front.ledger is not None and route is not None and call.counts:
             front.ledger.note(call.id, call.tenant.name, route.name, status, seconds, call.usage)
         if call.span is not None:

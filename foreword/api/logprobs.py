@@ -1,4 +1,4 @@
-"""Log-probabilities in the formats of OpenAI's completions and chat, and of vLLM's `prompt_logprobs`."""
+"""Log-probabilities in the formats of OpenAI's completions and chat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from foreword.tokens.tokenizer import Tokenizer
 
 # JSON has no infinity. OpenAI and vLLM use this value for probability 0.
-_IMPOSSIBLE = -9999.0
+IMPOSSIBLE = -9999.0
 
 
 def name_of(tokenizer: Tokenizer, token: int) -> str:
@@ -43,7 +43,7 @@ def _entry(tokenizer: Tokenizer, one: TokenLogprob) -> TokenEntry:
 
 
 def _named(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, bytes]:
-    return name_of(tokenizer, token), max(logprob, _IMPOSSIBLE), tokenizer.token_bytes(token)
+    return name_of(tokenizer, token), max(logprob, IMPOSSIBLE), tokenizer.token_bytes(token)
 
 
 def for_chat(found: Sequence[TokenEntry]) -> dict[str, Any]:
@@ -94,21 +94,3 @@ def _likeliest(entry: TokenEntry) -> dict[str, float] | None:
         # Of two tokens with the same text, the likelier one comes first and is kept.
         named.setdefault(text, logprob)
     return named
-
-
-def for_prompt(tokenizer: Tokenizer, found: Sequence[TokenLogprob | None]) -> tuple[dict[str, Any] | None, ...]:
-    """vLLM's `prompt_logprobs`: by token id, for each token of the prompt. The first one has None."""
-    return tuple(None if one is None else _by_id(tokenizer, one) for one in found)
-
-
-def _by_id(tokenizer: Tokenizer, one: TokenLogprob) -> dict[str, Any]:
-    ranks: dict[int, int | None] = {token: rank for rank, (token, _) in enumerate(one.top, 1)}
-    values = {**dict(one.top), one.token: one.logprob}
-    return {
-        str(token): {
-            "logprob": max(logprob, _IMPOSSIBLE),
-            "rank": ranks.get(token),
-            "decoded_token": name_of(tokenizer, token),
-        }
-        for token, logprob in values.items()
-    }

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
@@ -62,14 +63,14 @@ class Access:
 
 
 def log_request(
-    method: str, path: str, status: int, seconds: float, request_id: str, access: Access = Access()
+    method: str, path: str, status: int, seconds: float, request_id: str, access: Callable[[], Access] = Access
 ) -> None:
-    """Write one line about a request that has ended."""
+    """Write one line about a request that has ended. `access` is called if it is written."""
     level = logging.DEBUG if path in _POLLED or path.startswith("/ui") else logging.INFO
     if logger.isEnabledFor(level):
         shown = path.encode("ascii", "backslashreplace").decode("ascii")
         ended = (method, shown, status, seconds, request_id)
-        logger.log(level, "%s %s %d %.3f s [%s]", *ended, extra={LOG_FIELDS: partial(access.fields, *ended)})
+        logger.log(level, "%s %s %d %.3f s [%s]", *ended, extra={LOG_FIELDS: partial(access().fields, *ended)})
 
 
 class ClientGone(Exception):

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.errors import ConfigError, RateLimited
+from foreword.errors import ConfigError
+from foreword.request_errors import RateLimited
 
 # Idle tenants are forgotten beyond this number. Their buckets are as good as full.
 _MAX_TENANTS: Final = 10_000

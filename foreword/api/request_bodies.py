@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Final
 
 from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
-from foreword.errors import BadRequest, QueueFull
+from foreword.errors import BadRequest
+from foreword.request_errors import QueueFull
 
 # A body may take longer than its limit if it comes at least this fast, in bytes per second.
 _RATE: Final = 16 << 10

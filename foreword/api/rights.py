@@ -14,8 +14,8 @@ from typing import Final
 
 from foreword.api.routes import Right
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
-from foreword.config import ip_address
-from foreword.errors import Forbidden, Unauthorized
+from foreword.host_addresses import ip_address
+from foreword.request_errors import Forbidden, Unauthorized
 
 # No public name ends like this (RFC 6761, RFC 6762, RFC 8375, ICANN's `internal`, and names in Kubernetes).
 _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa", ".test", ".svc")

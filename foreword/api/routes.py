@@ -169,6 +169,8 @@ class Route(Generic[H]):
     def read_query(self, text: str) -> Query:
         """The parameters of a query, as the client wrote it without the question mark. Raises BadRequest for what the route
         does not declare: to leave out a word might change more than was asked for. A GET changes nothing and ignores it."""
+        if not text:
+            return _without_parameters(self.query)
         known = _parameters(self.query)
         given: dict[str, list[str]] = {}
         for name, value in parse_qsl(text, keep_blank_values=True, errors="surrogateescape"):
@@ -207,6 +209,11 @@ class Route(Generic[H]):
 def _parameters(query: type[Query]) -> Mapping[str, Any]:
     """The type of each parameter."""
     return {field.encode_name: field.type for field in msgspec.structs.fields(query)}
+
+
+@cache
+def _without_parameters(query: type[Query]) -> Query:
+    return from_texts(query, {})
 
 
 def _value(name: str, kind: Any, values: list[str]) -> str | list[str]:

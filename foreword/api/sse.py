@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NamedTuple
 
-from foreword.errors import ReplicaFailed
-from foreword.texts import utf8
+from foreword.request_errors import ReplicaFailed
+from foreword.texts import readable
 
 # The data of the last event of an OpenAI stream.
 DONE: Final = b"[DONE]"
@@ -79,3 +79,11 @@ def _parse(raw: bytes) -> ServerSentEvent:
         elif field == b"event":
             name = value.decode("utf-8", "replace")
     return ServerSentEvent(raw, b"\n".join(data), name)
+
+
+def utf8(text: str) -> bytes:
+    """A text as UTF-8, whatever it is."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return readable(text).encode()

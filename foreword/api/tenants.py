@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 
 from foreword.blocks.salt import derive_salt, ungenerated
 from foreword.config import read_text
-from foreword.errors import BadRequest, ConfigError, Unauthorized, did_you_mean
+from foreword.errors import BadRequest, ConfigError, did_you_mean
+from foreword.request_errors import Unauthorized
 
 if TYPE_CHECKING:
     from foreword.process_config import ServerConfig

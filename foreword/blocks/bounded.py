@@ -82,13 +82,17 @@ class Bounded(MutableMapping[K, V]):
         return self is other
 
     def __setitem__(self, key: K, value: V) -> None:
-        self.pop(key, None)
+        if key in self._values:
+            del self[key]
         size = self._size(key, value)
         if size > self.limit:
             self._dropped(key, value)
             return
         self._values[key] = value
-        owned = self._owned.setdefault(self._owner(key), _Owned())
+        owner = self._owner(key)
+        owned = self._owned.get(owner)
+        if owned is None:
+            owned = self._owned[owner] = _Owned()
         self._uses += 1
         owned.keys[key] = size, self._uses
         owned.bytes += size
@@ -96,7 +100,8 @@ class Bounded(MutableMapping[K, V]):
         self.bytes += size
         while self.bytes > self.limit or (self._most is not None and len(self._values) > self._most):
             self._drop_one()
-        self._drop_old()
+        if self._window is not None:
+            self._drop_old()
 
     def __delitem__(self, key: K) -> None:
         del self._values[key]

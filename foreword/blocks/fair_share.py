@@ -15,7 +15,6 @@ from typing import Final, NamedTuple, TypeVar
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.salt import TENANT_BYTES
-from foreword.errors import StoreConfigError
 
 Tenant = TypeVar("Tenant")
 
@@ -36,19 +35,6 @@ class TenantUse(NamedTuple):
 def tenant_of(name: bytes) -> bytes:
     """The part of a block's name that identifies its tenant."""
     return name[FINGERPRINT_BYTES : FINGERPRINT_BYTES + TENANT_BYTES]
-
-
-def quota_of(quota: float | None, size: int) -> int:
-    """Bytes that a tenant may have in a store of `size` bytes: all (None), a share (a float), or a number of bytes (an int).
-
-    Raises StoreConfigError.
-    """
-    if quota is None:
-        return size
-    amount = int(quota * size) if isinstance(quota, float) else quota
-    if not 0 < amount <= size:
-        raise StoreConfigError(f"tenant_quota is from 1 byte to the size of the store, not {amount} bytes")
-    return amount
 
 
 def compared(tenants: Collection[Tenant]) -> list[Tenant]:

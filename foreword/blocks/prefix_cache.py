@@ -30,7 +30,7 @@ from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.keys import KEY_BYTES, Scope, TokenChain
 from foreword.blocks.partial_blocks import PartialBlocks
 from foreword.blocks.pool import BlockPool
-from foreword.blocks.public import PublicBlocks, roots_behind
+from foreword.blocks.public_blocks import PublicBlocks, roots_behind
 from foreword.blocks.resume import GroupKind, KVGroup, longest_resumable
 from foreword.blocks.salt import NO_SALT, PUBLIC, Salt
 from foreword.errors import ConfigError

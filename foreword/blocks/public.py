@@ -1,11 +1,11 @@
-"""Public blocks: blocks of a text that an administrator has marked, which all tenants share.
+"""Keys of public blocks: blocks of a text that an administrator has marked, which all tenants share (`public_blocks.py`).
 
-Their keys say so to every process that sees one, with the 8 bytes `_MARK` in the middle of a digest
+Their keys say so to every process that sees one, with the 8 bytes `MARK` in the middle of a digest
 (dev/formats.md):
 
     key_0      the root of the salt PUBLIC
     digest     SHA-256(key_i || tokens of block i || extras of block i)
-    key_{i+1}  digest[:16] || _MARK || digest[24:]
+    key_{i+1}  digest[:16] || MARK || digest[24:]
 
 A chain begins with as many public blocks as are marked. What follows is its tenant's: the parent of the first block behind
 them is SHA-256(last public key || the tenant's root). So a marked range ends in keys that only the tenant can compute, and the
@@ -14,98 +14,20 @@ last, partial block of a marked text is never public.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
 from typing import Final
 
-from foreword.blocks.keys import Scope, TokenChain, chain_keys
 from foreword.blocks.salt import DIGEST_BYTES, PUBLIC
 
-_MARK: Final = b"\x00public\x00"
-_MARKED: Final = slice(16, 24)
-_MOST_LEARNED: Final = 1 << 16
+MARK: Final = b"\x00public\x00"
+MARKED: Final = slice(16, 24)
 PUBLIC_ROOT: Final = PUBLIC.digest  # in the names of public blocks
 
 
 def is_public(key: bytes) -> bool:
     """Whether a key is that of a public block."""
-    return key[_MARKED] == _MARK
+    return key[MARKED] == MARK
 
 
 def named_root(root: bytes, key: bytes) -> bytes:
     """The root in the name of a block, 16 bytes, given the root key of its chain."""
     return PUBLIC_ROOT if is_public(key) else root[:DIGEST_BYTES]
-
-
-def roots_behind(root: bytes) -> bytes:
-    """The first bytes of the roots of all blocks that may continue one with this root: any root for a public block."""
-    return b"" if root.startswith(PUBLIC_ROOT) else root
-
-
-def public_keys(
-    scope: Scope, tokens: Sequence[int], extras: Sequence[bytes] = (), known: Container[bytes] | None = None
-) -> list[bytes]:
-    """Keys of the leading full blocks of a text as public ones: those that are `known`, or all."""
-    return public_chain(public_root(scope), tokens, scope.block_size, extras, known)
-
-
-def public_chain(
-    parent: bytes,
-    tokens: Sequence[int],
-    size: int,
-    extras: Sequence[bytes] = (),
-    known: Container[bytes] | None = None,
-) -> list[bytes]:
-    """The chain behind a public block, or the root of public chains."""
-    keys = list[bytes]()
-    for block in range(len(tokens) // size):
-        [digest] = chain_keys(parent, tokens[block * size : (block + 1) * size], size, extras[block : block + 1])
-        parent = digest[: _MARKED.start] + _MARK + digest[_MARKED.stop :]
-        if known is not None and parent not in known:
-            break
-        keys.append(parent)
-    return keys
-
-
-def public_root(scope: Scope) -> bytes:
-    """The root key of public chains in a scope."""
-    return replace(scope, salt=PUBLIC).root()
-
-
-class PublicBlocks:
-    """Which blocks of one model are public here. Nothing is, at first.
-
-    Attributes:
-        keys: of all public blocks. It is replaced as a whole, from any thread.
-    """
-
-    def __init__(self) -> None:
-        self.keys: frozenset[bytes] = frozenset()
-
-    def set(self, chains: Iterable[Iterable[bytes]]) -> None:
-        """From now on the blocks of these public chains are public, and no others."""
-        self.keys = frozenset(key for chain in chains for key in chain)
-
-    def add(self, keys: Sequence[bytes]) -> None:
-        """Make these blocks public too, as long as there are not too many."""
-        if not self.keys.issuperset(keys) and len(self.keys) + len(keys) <= _MOST_LEARNED:
-            self.keys = self.keys.union(keys)
-
-    def leading(self, scope: Scope, tokens: Sequence[int], extras: Sequence[bytes] = ()) -> list[bytes]:
-        """Keys of the public blocks with which a prompt begins. With the salt PUBLIC, that of an administrator who marks
-        a text, these are all."""
-        if scope.salt == PUBLIC:
-            return public_keys(scope, tokens, extras)
-        return public_keys(scope, tokens, extras, self.keys) if self.keys else []
-
-    def chain(self, root: bytes, scope: Scope, tokens: Iterable[int], extras: Sequence[bytes] = ()) -> TokenChain:
-        """The chain of a prompt, given its scope and the root key of that."""
-        chain = TokenChain(root, scope.block_size, tokens, extras)
-        if public := self.leading(scope, chain.tokens, extras):
-            chain.begin(public, public_root(scope))
-        return chain
-
-    def keys_of(self, scope: Scope, tokens: Iterable[int], extras: Sequence[bytes] = ()) -> list[bytes]:
-        """Keys of the full blocks of a prompt."""
-        chain = self.chain(scope.root(), scope, tokens, extras)
-        return chain.keys_to(len(chain) // scope.block_size)

@@ -25,7 +25,7 @@ DIGEST_BYTES: Final = 16
 TENANT_BYTES: Final = 12
 _CLIENT_BYTES: Final = 16
 GENERATION_BYTES: Final = 6
-_GENERATION_MARK: Final = b"\x00gen"
+GENERATION_MARK: Final = b"\x00gen"
 _SHARED_BYTES: Final = TENANT_BYTES - GENERATION_BYTES  # what the generations of a tenant have in common
 # What a router or gateway writes as the `cache_salt` of a request to an engine without tenants of its own. vLLM takes up to 128
 # characters there, without slashes.
@@ -95,11 +95,6 @@ def tenant_digest(tenant: bytes) -> str:
     return Salt(tenant).digest.hex()
 
 
-def with_generation(tenant: bytes, generation: bytes) -> bytes:
-    """A tenant's salt in a generation, 6 bytes; b"" for the first, which has none."""
-    return ungenerated(tenant) + (_GENERATION_MARK + generation if generation else b"")
-
-
 def derive_salt(secret: bytes, tenant: str) -> bytes:
     """HMAC-SHA256 of the tenant's name: equal on all servers with the same secret."""
     return hmac.digest(secret, tenant.encode(), sha256)
@@ -108,8 +103,8 @@ def derive_salt(secret: bytes, tenant: str) -> bytes:
 def ungenerated(tenant: bytes) -> bytes:
     """A tenant's salt in its first generation."""
     end = len(tenant) - GENERATION_BYTES
-    marked = tenant[max(end - len(_GENERATION_MARK), 0) : max(end, 0)] == _GENERATION_MARK
-    return tenant[: end - len(_GENERATION_MARK)] if marked else tenant
+    marked = tenant[max(end - len(GENERATION_MARK), 0) : max(end, 0)] == GENERATION_MARK
+    return tenant[: end - len(GENERATION_MARK)] if marked else tenant
 
 
 def _digest(kind: bytes, data: bytes) -> bytes:

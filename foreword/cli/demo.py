@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from foreword.api.dialects.answer_reader import AnswerReader
+from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.cli.commands import described
 from foreword.errors import ForewordError
 
@@ -191,7 +191,7 @@ async def _ask(client: httpx.AsyncClient, messages: Sequence[Mapping[str, str]],
         "stream_options": {"include_usage": True},
     }
     started = time.perf_counter()
-    first, text, reader = 0.0, "", AnswerReader()
+    first, text, reader = 0.0, "", ChoiceReader()
     async for event in _events(client, body):
         text += "".join(choice.shown for choice in reader.read(event).choices or ())
         if reader.begun and not first:

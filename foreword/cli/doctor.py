@@ -21,7 +21,8 @@ from foreword.cli.flags import with_config
 from foreword.compiled_code import CannotBuild, processor_flags, system_lines
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
-from foreword.errors import ForewordError, ModelNotFound
+from foreword.errors import ForewordError
+from foreword.request_errors import ModelNotFound
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "aiohttp", "prometheus_client")
 # Instruction sets that determine how fast a model runs on a CPU.

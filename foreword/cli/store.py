@@ -25,8 +25,8 @@ from foreword.store_config import EncryptionConfig
 if TYPE_CHECKING:
     from foreword.prefixes.erasure import StoredChains
     from foreword.store.base import StoredBlock
+    from foreword.store.key_interfaces import StoreKeys
     from foreword.store.layout_records import LayoutRecord
-    from foreword.store.store_keys import StoreKeys
     from foreword.store.tier import StoreTier
     from foreword.store.tiered import TieredStore
 

@@ -22,10 +22,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from foreword.engine.sequence import SequenceState
-from foreword.errors import TransferError
 from foreword.events import TransferEnded
 from foreword.store.background import background_thread
 from foreword.transfer.channel import Channel
+from foreword.transfer.errors import TransferError
 from foreword.transfer.link import Payload
 from foreword.transfer.parts import split
 from foreword.transfer.transfers import KVDestination, KVSource

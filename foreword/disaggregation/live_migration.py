@@ -24,8 +24,9 @@ from foreword.disaggregation.request_messages import MigrationOffer, MigrationSt
 from foreword.engine.external_kv import KVArrival
 from foreword.engine.request import MigratedTo, Request
 from foreword.engine.sequence import SequenceState
-from foreword.errors import BadRequest, CannotMigrate, ForewordError, TransferError, TransferUnavailable
+from foreword.errors import BadRequest, ForewordError
 from foreword.events import TransferEnded
+from foreword.transfer.errors import CannotMigrate, TransferError, TransferUnavailable
 from foreword.transfer.protocol import TransferOutcome
 from foreword.transfer.transfers import KVDestination, KVSource
 from foreword.transfer.wire_format import PushRequest, Reason

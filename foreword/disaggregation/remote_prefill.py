@@ -21,9 +21,10 @@ from foreword.disaggregation.request_messages import PrefillResult, PrefillTask,
 from foreword.engine.external_kv import KVArrival
 from foreword.engine.request import Request
 from foreword.engine.sequence import SequenceState, Step
-from foreword.errors import ForewordError, TransferError
+from foreword.errors import ForewordError
 from foreword.events import TransferEnded
 from foreword.tokens.token_logprob import TokenLogprob
+from foreword.transfer.errors import TransferError
 from foreword.transfer.transfers import KVDestination, KVSource
 from foreword.transfer.wire_format import Reason
 

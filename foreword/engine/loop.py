@@ -33,7 +33,7 @@ from foreword.engine.request import MAX_RETENTIONS, Delta, FinishReason, Migrate
 from foreword.engine.runner import Runner, Sampled, draw_of
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
-from foreword.errors import BadRequest, PromptTooLong, QueueFull
+from foreword.errors import BadRequest
 from foreword.events import (
     Event,
     FirstToken,
@@ -45,6 +45,7 @@ from foreword.events import (
     RequestPreempted,
     StepFinished,
 )
+from foreword.request_errors import PromptTooLong, QueueFull
 from foreword.tokens.token_logprob import TokenLogprob
 from foreword.tokens.tokenizer import Tokenizer
 

@@ -34,8 +34,9 @@ from foreword.engine.preflight import check_model
 from foreword.engine.request import SamplingParams
 from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.engine_config import EngineConfig
-from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
+from foreword.errors import BadRequest, ConfigError, ModelUnsupported
 from foreword.integrations.model_identity import earlier_fingerprint, fingerprint_model, fixed_rope_length
+from foreword.request_errors import ModelNotFound
 from foreword.texts import readable
 
 log = logging.getLogger(__name__)

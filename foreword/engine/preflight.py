@@ -22,9 +22,10 @@ from pathlib import Path
 from foreword.config import check_folder, parse_bytes
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
-from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, did_you_mean, reason_of
+from foreword.errors import ConfigError, ModelUnsupported, did_you_mean, reason_of
 from foreword.process_config import check_source
 from foreword.prompt_order import PromptOrder
+from foreword.request_errors import ModelNotFound
 from foreword.store.store_keys import keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse

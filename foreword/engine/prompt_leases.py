@@ -12,7 +12,7 @@ from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.retention import Retention, RetentionAnswer
 from foreword.blocks.salt import tenant_digest
 from foreword.engine.request import Request
-from foreword.errors import PrefixBudgetExceeded
+from foreword.prefixes.errors import PrefixBudgetExceeded
 
 
 @dataclass(slots=True)

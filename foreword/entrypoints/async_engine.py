@@ -35,15 +35,17 @@ from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints import cache_requests
 from foreword.entrypoints.build_engine import EngineParts, ModelInfo, build_engine
 from foreword.entrypoints.cache_requests import RetentionInfo
-from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, ShuttingDown
+from foreword.errors import BadRequest, NotFound
 from foreword.events import Event, Observer
 from foreword.futures import complete
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
+from foreword.request_errors import EngineFailed, ShuttingDown
 from foreword.store.background import background_thread
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.tokens.tokenizer import Tokenizer
+from foreword.transfer.errors import CannotMigrate
 from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.blocks.public import public_keys
+from foreword.blocks.public_blocks import public_keys
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import PUBLIC, tenant_digest
 from foreword.blocks.session_book import Alone
@@ -51,7 +51,7 @@ from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.prefixes.stored_names import StoredPrefixes, models_with_names
 from foreword.store.frame import HEADER_BYTES
-from foreword.store.store_keys import StoreKeys, TenantKeys, keys_of
+from foreword.store.store_keys import keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, open_store, parse
 from foreword.store_config import EncryptionConfig, StoreConfig
@@ -59,6 +59,9 @@ from foreword.tokens.tokenizer import Tokenizer
 from foreword.transfer.frame_server import num_frame_slots
 from foreword.transfer.peer import opener as peer_opener
 from foreword.transfer_config import TransferConfig
+
+if TYPE_CHECKING:
+    from foreword.store.key_interfaces import StoreKeys, TenantKeys
 
 log = logging.getLogger(__name__)
 

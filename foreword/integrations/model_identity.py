@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from foreword.integrations.weight_files import code_digest, read_checkpoint
 from foreword.model_content import CODE_KEYS, IGNORED_KEYS, digest_of_tensors, plain_config, tensor_content
 from foreword.store.background import at_once
 
@@ -103,3 +104,13 @@ def fixed_rope_length(text: Any) -> int | None:
         if part.get("rope_type") in ("dynamic", "longrope")
     ]
     return min(filter(None, lengths), default=None)
+
+
+def weights_digest(folder: Path, load_format: str = "auto", *, code: bool = False) -> bytes:
+    """32 bytes: a digest of all tensors that a load format reads, and of Python files where the checkpoint's own `code` is run.
+    Raises ModelUnsupported."""
+    read = read_checkpoint(folder, load_format)
+    digest = hashlib.sha256(b"foreword/weights\x00" + read.weights)
+    for name in sorted(read.heads):
+        digest.update(name.encode() + read.heads[name])
+    return hashlib.sha256(digest.digest() + code_digest(folder)).digest() if code else digest.digest()

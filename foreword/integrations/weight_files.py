@@ -146,16 +146,6 @@ def read_checkpoint(folder: Path, load_format: str = "auto", extra: object = Non
     return Checkpoint(weights, found, any(_EMBEDDING.search(one.name) for one in rest))
 
 
-def weights_digest(folder: Path, load_format: str = "auto", *, code: bool = False) -> bytes:
-    """32 bytes: a digest of all tensors that a load format reads, and of Python files where the checkpoint's own `code` is run.
-    Raises ModelUnsupported."""
-    read = read_checkpoint(folder, load_format)
-    digest = hashlib.sha256(b"foreword/weights\x00" + read.weights)
-    for name in sorted(read.heads):
-        digest.update(name.encode() + read.heads[name])
-    return hashlib.sha256(digest.digest() + code_digest(folder)).digest() if code else digest.digest()
-
-
 def code_digest(folder: Path) -> bytes:
     """32 bytes: a digest of a checkpoint's Python files, also from other repositories ("NAME--MODULE.CLASS", Transformers'
     `auto_map`). Raises ModelUnsupported."""

@@ -31,7 +31,7 @@ import torch
 from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.errors import BadFrame
-from foreword.offload.direct_extra import DirectCopies, DirectExtra
+from foreword.offload.direct_interfaces import DirectCopies, DirectExtra
 from foreword.offload.lent_share import LentShare
 from foreword.offload.pinned import PIN_BYTES, AllocatedArena, CudaPinning, PinnedMemory, Pinning
 from foreword.offload.ring import (

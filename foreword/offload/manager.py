@@ -32,7 +32,7 @@ from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
 from foreword.offload.counters import OffloadStatus
-from foreword.offload.direct_extra import DirectCopies, DirectLoad, direct_extra
+from foreword.offload.direct_extra import direct_extra
 from foreword.offload.load import StoreLoad
 from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.lookups import StoreLookups
@@ -51,6 +51,7 @@ from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
 
 if TYPE_CHECKING:
     from foreword.offload.device import Event
+    from foreword.offload.direct_interfaces import DirectCopies, DirectLoad
     from foreword.offload.staging import StagingArena
 
 Done = TypeVar("Done")

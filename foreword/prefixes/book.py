@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from foreword.blocks.salt import PUBLIC
-from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
+from foreword.errors import BadRequest
+from foreword.prefixes.errors import PrefixBudgetExceeded, UnknownPrefix
 
 if TYPE_CHECKING:
     from foreword.blocks.leases import Lease

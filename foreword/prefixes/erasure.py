@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from hashlib import blake2b, sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import ROOT_BYTES, Layout, block_names, key_of
-from foreword.blocks.public import PUBLIC_ROOT, is_public, roots_behind
+from foreword.blocks.public import PUBLIC_ROOT, is_public
+from foreword.blocks.public_blocks import roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
 from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
@@ -31,9 +32,11 @@ from foreword.store.base import Erased, Name, PartialListing, StoredBlock, recor
 from foreword.store.layout_records import layouts
 from foreword.store.read_only import ReadOnlyStore
 from foreword.store.shared_records import SharedRecords
-from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import OnFailure, TieredStore, raise_failure
+
+if TYPE_CHECKING:
+    from foreword.store.key_interfaces import TenantKeys
 
 SCAN_WITHIN = 600.0  # seconds for a scan of all tiers
 KEY_STORE = "key store"  # the place of data keys in receipts

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from foreword.blocks.leases import Lease, Leases
 from foreword.errors import StoreError
-from foreword.prefixes.lease_records import RETENTIONS, RetentionRecord
+from foreword.prefixes.lease_records import RETENTIONS, RetentionRecord, remove_expired
 from foreword.prefixes.pins import StorePins
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.machine import clock_id
@@ -111,7 +111,7 @@ class LeaseFollower:
         if one.expires > time.monotonic():
             self._records.remove(key)
         else:
-            renewed = self._records.expire(key)
+            renewed = remove_expired(self._records, key)
             if renewed is not None:
                 self._adopt(key, renewed)
                 return

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.retention import MAX_PRIORITY
-from foreword.store.shared_records import RecordKind
+from foreword.store.shared_records import RecordKind, SharedRecords
+
+Shared = TypeVar("Shared", bound=msgspec.Struct)
 
 READ_SECONDS: Final = 2.0
 # Versions, tokens and seconds of real records are less.
@@ -108,3 +110,12 @@ RETENTIONS: Final = RecordKind(
     lasts=lambda record: record.lasts,
     ends=lambda record: (record.clock, record.ends_at),
 )
+
+
+def remove_expired(records: SharedRecords[Shared], key: str) -> Shared | None:
+    """Delete a record if its time is over; returned if another instance has renewed it. Raises StoreError."""
+    found = records.get(key)
+    if found is not None and records.left(key, found) <= 0:
+        records.remove(key)
+        return None
+    return found

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -34,8 +34,10 @@ from foreword.prefixes.erasure import (
 )
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.shared_records import RecordKind, SharedRecords, leave
-from foreword.store.store_keys import TenantKeys
 from foreword.store.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from foreword.store.key_interfaces import TenantKeys
 
 log = logging.getLogger(__name__)
 

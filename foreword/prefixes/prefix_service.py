@@ -20,9 +20,10 @@ from typing import Any, Self, TypeVar
 
 from foreword.blocks.leases import Lease
 from foreword.blocks.salt import PUBLIC
-from foreword.errors import ForewordError, NotFound, StoreError, UnknownPrefix
+from foreword.errors import ForewordError, NotFound, StoreError
 from foreword.newest import Newest
 from foreword.prefixes.book import Content, Message, NamedPrefix, PrefixBook, content_of
+from foreword.prefixes.errors import UnknownPrefix
 from foreword.prefixes.lease_records import PrefixRecord
 from foreword.prefixes.stored_names import PrefixStorage
 from foreword.tasks import shared

@@ -19,9 +19,10 @@ from typing import Final
 import msgspec
 
 from foreword.blocks.layout import ROOT_BYTES
-from foreword.blocks.public import roots_behind
+from foreword.blocks.public_blocks import roots_behind
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
+from foreword.prefixes.lease_records import remove_expired
 from foreword.prefixes.mismatch import DEVICE, Mismatch
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.machine import clock_id
@@ -191,6 +192,6 @@ class ChainQuarantine:
                 self._publish()
         for record in [*found.expired, *(chains.keys() - self._chains.keys())]:
             with contextlib.suppress(StoreError):  # it is tried again
-                self._records.expire(record)
+                remove_expired(self._records, record)
         if changed:
             self.on_change()

@@ -13,6 +13,7 @@ what the source has lost at the end, the target loses too, and what an erasure n
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from foreword.prefixes.erasure import SCAN_WITHIN
 from foreword.prefixes.open_erasures import ERASURES
 from foreword.store.base import FOREIGN, MISSING, Name, Store, StoredBlock, record_tenant
 from foreword.store.frame import Frame
-from foreword.store.shared_records import is_whole
+from foreword.store.shared_records import checksum_of
 from foreword.store.tier import Outcome, StoreTier
 
 # The folders of records that are copied.
@@ -206,7 +207,7 @@ class _Copier:
             data = source.get_record(key, deadline=_soon())
             if data is None:
                 continue
-            if not is_whole(bytes(data)):
+            if not _is_whole(bytes(data)):
                 self._done.bad_records += 1
                 continue
             there = target.add_record(key, bytes(data), deadline=_soon())
@@ -277,3 +278,12 @@ def _in_chains(found: Mapping[Name, StoredBlock]) -> Iterator[tuple[list[Name], 
 def _slices(names: Sequence[Name]) -> Iterator[Sequence[Name]]:
     for low in range(0, len(names), _BATCH_BLOCKS):
         yield names[low : low + _BATCH_BLOCKS]
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether a record of any kind has its checksum, or is of a version before 0.2, which wrote none."""
+    try:
+        fields = json.loads(data)
+        return isinstance(fields, dict) and fields.pop("checksum", None) in (None, checksum_of(fields))
+    except (ValueError, RecursionError):
+        return False

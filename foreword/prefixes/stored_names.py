@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from foreword.blocks.keys import Scope
-from foreword.blocks.public import PublicBlocks
+from foreword.blocks.public_blocks import PublicBlocks
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import StoreError
 from foreword.prefixes.book import NamedPrefix

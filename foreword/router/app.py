@@ -7,7 +7,7 @@ from functools import partial
 from foreword.api import probes
 from foreword.api.front import Answer, Call, Front, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Route, Routes
-from foreword.errors import ShuttingDown
+from foreword.request_errors import ShuttingDown
 from foreword.router import admin, completions, extras, passthrough
 from foreword.router.router import Router
 from foreword.router.state_metrics import RouterStateCollector

@@ -56,25 +56,22 @@ class AskDigests(NamedTuple):
 def asked_of(request: GenerateRequest, model: str) -> AskDigests:
     """The digests of a request to this model."""
     where = f"{request.path or request.dialect}\0{request.model or model}".encode()
-    fields = {name: _plain(raw) for name, raw in sorted(request.body.fields.items()) if _is_seen(request, name)}
+    given, generates = request.body.fields, request.dialect in _GENERATING
+    seen = [name for name in sorted(given) if (name in _SEEN if generates else name not in _UNSEEN)]
+    fields = {name: _plain(given[name]) for name in seen}
     whole = blake2b(where, digest_size=16)
     for name, value in fields.items():
-        whole.update(b"%b %d " % (name.encode(), len(value)))
-        whole.update(value)
-    prompt = b"".join(fields.get(name, b"") for name in _PROMPT)
+        whole.update(b"%b %d %b" % (name.encode(), len(value), value))
+    prompt = b"".join([fields[name] for name in _PROMPT if name in fields])
     length = 1 << max((3 * len(prompt) // 4).bit_length() - 1, 0)
     start = blake2b(where + prompt[:length], digest_size=16).digest() if length >= _LEAST_START else None
     return AskDigests(whole.digest(), start)
 
 
-def _is_seen(request: GenerateRequest, name: str) -> bool:
-    return name in _SEEN if request.dialect in _GENERATING else name not in _UNSEEN
-
-
 def _plain(raw: msgspec.Raw) -> bytes:
     value = bytes(raw)
-    if len(value) > _MOST_REWRITTEN:
-        return value
+    if len(value) > _MOST_REWRITTEN or (value[:1] == b'"' and b"\\" not in value) or value.isdigit():
+        return value  # a text without escapes, or a number: there is one way to write it
     try:
         return msgspec.json.encode(decode_json(value, Any), order="deterministic")
     except (msgspec.DecodeError, UnicodeError, RecursionError):  # such as 1e999, which other servers may take

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from foreword.api.dialects.answer_reader import error_of
-from foreword.errors import ForewordError, connection_reason
+from foreword.errors import ForewordError
+from foreword.request_errors import connection_reason
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream
 from foreword.routing.placement import Decision, PlacementQuery
@@ -191,6 +192,7 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
             "others_seconds": round(estimate.others, 4),
             "decoding_seconds": round(estimate.stalls, 4),
             "ageing_seconds": round(estimate.ageing, 4),
+            "coming_seconds": round(estimate.coming, 4),
             "reused_tokens": estimate.reused,
             "computed_tokens": estimate.computed,
             "excluded": estimate.excluded,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from foreword.api.dialects.answer_reader import AnswerChoice
-from foreword.errors import ReplicaFailed
+from foreword.request_errors import ReplicaFailed
 from foreword.router.continuation import ContinuedResponse
 
 

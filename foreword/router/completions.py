@@ -15,7 +15,8 @@ from foreword.api.outcomes import ClientGone
 from foreword.api.request import GenerateRequest
 from foreword.api.routes import ClientQuery, JsonBody, Meter, Right, Routes
 from foreword.blocks.salt import Salt
-from foreword.errors import BadRequest, DeadlineExceeded
+from foreword.errors import BadRequest
+from foreword.request_errors import DeadlineExceeded
 from foreword.router.extras import Translation
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import TOKEN_BYTES, ProxiedRequest

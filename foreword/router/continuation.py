@@ -14,7 +14,7 @@ from typing import Any, Final
 from foreword.api import logprobs
 from foreword.api.dialects.answer_reader import AnswerChoice, Logprobs
 from foreword.api.request import GenerateRequest
-from foreword.errors import ReplicaFailed
+from foreword.request_errors import ReplicaFailed
 from foreword.router.replica_body import ROUTER_FIELDS, is_repeatable
 from foreword.tokens.stops import StopFinder
 

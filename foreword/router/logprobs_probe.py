@@ -14,7 +14,8 @@ from typing import Final
 import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerReader
-from foreword.errors import BadRequest, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import ReplicaFailed
 
 # Plain text, code, numbers and other languages: what a fine-tuned model was trained on is probably among it.
 TEXT: Final = (

@@ -11,7 +11,8 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody
 from foreword.api.rights import credentials
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
-from foreword.errors import NoReplica, ReplicaFailed, UnknownModel, did_you_mean
+from foreword.errors import did_you_mean
+from foreword.request_errors import NoReplica, ReplicaFailed, UnknownModel
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.replica_body import edited, read_body
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Any, Final
@@ -24,19 +25,28 @@ _SETTINGS: Final = ("documents", "chat_template", "chat_template_kwargs", "add_s
 
 def prompt_chain(request: GenerateRequest, model: str, salt: Salt) -> PromptChain | None:
     """The chain of a request's prompt, of the first one if it has several; None for token ids, and without a prompt."""
-    given = tuple(map(bytes, request.body.only(*_SETTINGS).values()))
-    scope = (model.encode(), salt.tenant, salt.client, (request.prefix or "").encode("utf-8", "surrogatepass"), *given)
-    state = blake2b(msgspec.json.encode([request.dialect, repr(request.template_options)]), digest_size=_LINK_BYTES)
-    for part in scope:
-        state.update(b"%d:" % len(part) + part)
+    given = [*map(bytes, request.body.only(*_SETTINGS).values())]
+    state = _scope(request.dialect, model, salt).copy()
+    if given or request.prefix is not None or request.template_options:
+        prefix = (request.prefix or "").encode("utf-8", "surrogatepass")
+        state.update(b"settings ")
+        for part in (repr(request.template_options).encode("utf-8", "surrogatepass"), prefix, *given):
+            state.update(b"%d:" % len(part) + part)
     links, sizes, size = list[bytes](), list[int](), 0
     for part in prompt_parts(request):
-        state.update(b"%d:" % len(part))
-        state.update(part)
+        state.update(b"%d:%b" % (len(part), part))
         size += len(part)
         links.append(state.digest())
         sizes.append(size)
     return PromptChain(salt.tenant, tuple(links), tuple(sizes)) if size else None
+
+
+@lru_cache(maxsize=1024)
+def _scope(dialect: str, model: str, salt: Salt) -> blake2b:
+    state = blake2b(digest_size=_LINK_BYTES)
+    for part in (dialect.encode(), model.encode(), salt.tenant, salt.client):
+        state.update(b"%d:%b" % (len(part), part))
+    return state
 
 
 def prompt_parts(request: GenerateRequest) -> Iterator[bytes]:

@@ -31,7 +31,8 @@ from foreword.api.work_queue import WorkQueue
 from foreword.blocks.bounded import Bounded
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json
-from foreword.errors import BadRequest, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import ReplicaFailed
 from foreword.router.extras import Order, extras_for
 from foreword.router.prompt_chain import prompt_chain, prompt_parts
 from foreword.router.replica_body import TRANSLATED
@@ -251,15 +252,18 @@ class PromptTokenizer:
         body = _tokenize_body(request, prompt)
         if body is None or (request.refusal is not None and pool.kind == "foreword"):
             return _without_tokens(request, chain, found)
+        local = self._is_local(request, pool.kind)
+        replicas = () if local else pool.tokenizing_replicas()
+        if not (local or replicas):
+            return _without_tokens(request, chain, found)
         data = msgspec.json.encode(body)
         name = digest(data)
-        local = self._is_local(request, pool.kind)
         tokens = self._cache.get(name)
         if tokens is None and local and len(data) <= _INLINE_BYTES:
             tokens = self._tokenize_locally(request, prompt)
             self._keep(name, tokens)
         elif tokens is None:
-            pending = self._tokenize_once(name, partial(self._tokenize, request, prompt, data, local, pool))
+            pending = self._tokenize_once(name, partial(self._tokenize, request, prompt, data, replicas))
             seconds = None if local or needed else _worth(pool, len(data), found)
             # The first request may be cancelled while others still wait.
             await asyncio.wait((pending,), timeout=seconds)
@@ -320,12 +324,12 @@ class PromptTokenizer:
             self._keep(name, pending.result())
 
     async def _tokenize(
-        self, request: GenerateRequest, prompt: str | None, data: bytes, local: bool, pool: TokenizingPool
+        self, request: GenerateRequest, prompt: str | None, data: bytes, replicas: Sequence[Upstream]
     ) -> array[int] | None:
-        if local:
+        if not replicas:
             return await self._work.run(len(data), self._tokenize_locally, request, prompt)
-        asked = pool.tokenizing_replicas()[:_MAX_ASKED]
-        return await _first_answer([partial(self._ask, upstream, data) for upstream in asked], _HEDGE_SECONDS)
+        asks = [partial(self._ask, upstream, data) for upstream in replicas[:_MAX_ASKED]]
+        return await _first_answer(asks, _HEDGE_SECONDS)
 
     async def _ask(self, upstream: Upstream, data: bytes) -> array[int] | None:
         """The tokens that a replica makes of a prompt; None if it does not say."""

@@ -18,20 +18,19 @@ from multidict import CIMultiDict
 
 from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_of, read_error, read_usage
 from foreword.api.errors import error_body
-from foreword.api.event_stream import COMMENTS
 from foreword.api.front import Answer, Call
 from foreword.api.request import GenerateRequest
 from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
-from foreword.errors import (
+from foreword.prefixes.errors import UnknownPrefix
+from foreword.request_errors import (
     PromptTooLong,
     ReplicaError,
     ReplicaFailed,
     RequestEnded,
     RequestLost,
     ShuttingDown,
-    UnknownPrefix,
 )
 from foreword.router.asked import asked_of
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
@@ -56,8 +55,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_OVERLOADED: Final = 100
-# Replicas are asked for a comment in a stream at least so often.
-_COMMENT_SECONDS: Final = 15.0
 # Headers of a request that are about its body.
 _OF_BODIES: Final = frozenset(("content-type", "content-length", "accept-encoding"))
 # For so long after an answer of 5xx a connection that breaks may be one that its server has closed.
@@ -264,9 +261,8 @@ class ProxiedRequest(RoutedRequest):
         client = self.call.headers
         headers = request_headers(client)
         headers.update(self.router.auth.headers(self.tenant, credentials(client), upstream.kind))
-        headers["content-type"], headers["accept-encoding"] = "application/json", "identity"
-        headers["x-request-id"], headers["x-foreword-follow"] = self.request_id, "1"
-        headers[COMMENTS] = f"{min(self.router.config.stall_timeout / 4, _COMMENT_SECONDS):g}"
+        headers.update(self.router.asked_headers)
+        headers["x-request-id"] = self.request_id
         headers.update(self.trace_headers)
         return headers
 
@@ -286,7 +282,7 @@ class ProxiedRequest(RoutedRequest):
         # A retry has a connection of its own: others of the same age may be as dead as that of the attempt before.
         session = self.router.fresh_session if self.attempts else self.router.session
         post = partial(session.post, url, data=body, headers=headers, allow_redirects=False)
-        asking = self.asking(upstream)
+        asking = partial(self.asking, upstream)
         watched = partial(AwaitedResponse, request_id=self.request_id, headers=asking, streams=streams)
 
         async def work() -> tuple[aiohttp.ClientResponse, bytes | None]:

@@ -21,15 +21,16 @@ from foreword.api.request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.public import is_public
 from foreword.blocks.salt import Salt
-from foreword.errors import BadRequest, NoReplica, QueueFull
+from foreword.errors import BadRequest
 from foreword.process_config import RouterConfig
+from foreword.request_errors import NoReplica, QueueFull
 from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.recent_answers import SharedPrefixes
 from foreword.router.replicas import ReplicaInfo, Upstream, clock
 from foreword.router.suspicious import MOST_DEATHS, Ask
 from foreword.routing.cost_kinds import MOST_NAME, CostKinds
-from foreword.routing.directory import CacheTier, Directory
+from foreword.routing.directory import Directory
 from foreword.routing.fleet import Disaggregation, Fleet
 from foreword.routing.known_prompts import KnownPrompts
 from foreword.routing.placement import KeySpace, PlacementQuery
@@ -289,18 +290,6 @@ class ReplicaPool:
                 if keys and is_public(keys[0]):
                     found[space] = keys
         return found
-
-    def likely_replicas(self, query: PlacementQuery) -> dict[str, int]:
-        """Replicas that have more than half of a prompt in tiers of their own, or serve its session; with the tokens that they
-        have of it."""
-        now = clock()
-        session = self.fleet.home(query, now)
-        home = session.replica if session is not None else None
-        held = {
-            one.name: min(one.reach[CacheTier.DISK] * (one.block_size or query.block_size), query.tokens)
-            for one in self.fleet.candidates(query, now)
-        }
-        return {url: tokens for url, tokens in held.items() if 2 * tokens > query.tokens or url == home}
 
     def repeats(self, query: PlacementQuery) -> bool:
         """Whether it is a single prompt that ends with the same full block as an earlier one: not a conversation that grows."""

@@ -16,8 +16,9 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 
 from foreword.decoders import decode_object
-from foreword.errors import ConfigError, ReplicaFailed, RequestLost, connection_reason, did_you_mean
+from foreword.errors import ConfigError, did_you_mean
 from foreword.process_config import RouterConfig
+from foreword.request_errors import ReplicaFailed, RequestLost, connection_reason
 from foreword.router import logprobs_probe
 from foreword.router.logprobs_probe import LogprobReadings
 from foreword.router.recent_answers import RecentAnswers
@@ -385,7 +386,7 @@ class AwaitedResponse:
         cancel: ends it from outside.
         last: time of the last byte; infinite while the client is not ready for more.
         begun: whether output has arrived.
-        request_id, headers: of the request; with the headers the replica may be asked for it.
+        request_id: of the request. headers: gives those with which the replica may be asked for it.
         streams: it is to be a stream. headless: its head has not arrived. comments: seconds after which a comment comes at the
             latest; 0 if that is not known.
         asked: the replica is being asked for it. asked_at: when it was asked last. why_lost: why no answer will come, by what
@@ -397,7 +398,7 @@ class AwaitedResponse:
     last: float
     begun: bool = False
     request_id: str = ""
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    headers: Callable[[], Mapping[str, str]] = field(default=dict, repr=False)
     streams: bool = False
     headless: bool = True
     comments: float = 0.0

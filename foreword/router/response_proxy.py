@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -25,7 +26,8 @@ from foreword.api.dialects.registry import DIALECTS
 from foreword.api.event_stream import HEADERS, EventStream, comments_of
 from foreword.api.front import Answer
 from foreword.api.outcomes import ClientGone
-from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaFailed, RequestEnded
+from foreword.errors import ForewordError
+from foreword.request_errors import DeadlineExceeded, NoReplica, ReplicaFailed, RequestEnded
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response
 from foreword.router.auth import response_headers
 from foreword.router.choice_stream import NotReproduced
@@ -94,7 +96,8 @@ class _ResponseProxy:
         self.machine = StreamMachine()
         self.stream = ResponseStream(proxied.request)
         keep_alive = proxied.router.stream_keep_alive
-        self.client = EventStream(proxied.call, self._headers, keep_alive)
+        # What refers to this object from there would keep each request until the garbage collector comes.
+        self.client = EventStream(proxied.call, partial(_head, proxied), keep_alive)
         self._translated = False
         # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
         self._path = path_of(proxied.request)
@@ -112,24 +115,6 @@ class _ResponseProxy:
         # Why the last attempt ended; what the client gets if there is no other one.
         self._broke = ""
         self._error: BaseException = ReplicaFailed("no replica was asked")
-        self._perform: Mapping[StreamAction, Callable[[], Awaitable[StreamEvent | None]]] = {
-            StreamAction.PLACE: self._place,
-            StreamAction.ASK: self._ask,
-            StreamAction.RELAY: self._relay,
-            StreamAction.FOLLOW: self._follow,
-            StreamAction.JUDGE: self._judge,
-            StreamAction.RESTART: self._restart,
-            StreamAction.PLAN: self._plan,
-            StreamAction.NOTE_CONTINUED: self._note_continued,
-            StreamAction.SUCCEED: self._succeed,
-            StreamAction.RELEASE: self._release,
-            StreamAction.SEND_REST: self._send_rest,
-            StreamAction.CLOSE: self._close,
-            StreamAction.GIVE_ANSWER: self._give_answer,
-            StreamAction.GIVE_ERROR: self._give_error,
-            StreamAction.SEND_ANSWER: self._send_answer,
-            StreamAction.SEND_ERROR: self._send_error,
-        }
 
     async def run(self) -> Answer | None:
         """The answer; None if it was streamed. Raises ForewordError if nothing was sent, and ClientGone."""
@@ -137,7 +122,7 @@ class _ResponseProxy:
         while True:
             for action in actions:
                 try:
-                    event = await self._perform[action]()
+                    event = await _PERFORM[action](self)
                 except BaseException:
                     self._leave()
                     raise
@@ -300,7 +285,7 @@ class _ResponseProxy:
             clock(),
             stream.begun,
             proxied.request_id,
-            proxied.asking(upstream),
+            partial(proxied.asking, upstream),
             streams=True,
             headless=False,
             comments=comments_of(response.headers),
@@ -311,7 +296,9 @@ class _ResponseProxy:
         try:
             if self.proxied.weights is not None:
                 await self.proxied.router.confirm(upstream, self.proxied.weights)
-            migrated = await apart(self._forward_events(attempt, response, awaited))
+            events = self._forward_events(attempt, response, awaited)
+            # Where all of it has come, nothing wakes up any more.
+            migrated = await (events if response.content.is_eof() else apart(events))
             if stream.done and migrated is None:
                 await _read_to_end(response)
             return migrated
@@ -574,14 +561,6 @@ class _ResponseProxy:
             self.stream.exact = False
             raise ReplicaFailed(error.message) from None
 
-    def _headers(self, given: Mapping[str, str]) -> Mapping[str, str]:
-        """The head of the stream. A replica that was not found yet is not named."""
-        headers = response_headers(given)
-        if self.proxied.decision_text:
-            headers["x-foreword-route"] = as_header(self.proxied.decision_text)
-        headers.update(HEADERS)
-        return headers
-
     async def _close(self) -> None:
         if not self.client.begun:
             raise ReplicaFailed("The replica's response was empty")
@@ -636,6 +615,35 @@ class _ResponseProxy:
         if proxied.translation is not None:
             return proxied.translation.error_event(error)
         return DIALECTS[proxied.request.dialect].error_event(proxied.request, error)
+
+
+_PERFORM: Final[Mapping[StreamAction, Callable[[_ResponseProxy], Awaitable[StreamEvent | None]]]] = {
+    StreamAction.PLACE: _ResponseProxy._place,
+    StreamAction.ASK: _ResponseProxy._ask,
+    StreamAction.RELAY: _ResponseProxy._relay,
+    StreamAction.FOLLOW: _ResponseProxy._follow,
+    StreamAction.JUDGE: _ResponseProxy._judge,
+    StreamAction.RESTART: _ResponseProxy._restart,
+    StreamAction.PLAN: _ResponseProxy._plan,
+    StreamAction.NOTE_CONTINUED: _ResponseProxy._note_continued,
+    StreamAction.SUCCEED: _ResponseProxy._succeed,
+    StreamAction.RELEASE: _ResponseProxy._release,
+    StreamAction.SEND_REST: _ResponseProxy._send_rest,
+    StreamAction.CLOSE: _ResponseProxy._close,
+    StreamAction.GIVE_ANSWER: _ResponseProxy._give_answer,
+    StreamAction.GIVE_ERROR: _ResponseProxy._give_error,
+    StreamAction.SEND_ANSWER: _ResponseProxy._send_answer,
+    StreamAction.SEND_ERROR: _ResponseProxy._send_error,
+}
+
+
+def _head(proxied: ProxiedRequest, given: Mapping[str, str]) -> Mapping[str, str]:
+    """The head of a stream. A replica that was not found yet is not named."""
+    headers = response_headers(given)
+    if proxied.decision_text:
+        headers["x-foreword-route"] = as_header(proxied.decision_text)
+    headers.update(HEADERS)
+    return headers
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:

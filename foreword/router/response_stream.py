@@ -17,7 +17,8 @@ from foreword.api.dialects.answer_reader import AnswerChoice, AnswerChunk, Answe
 from foreword.api.dialects.decode import is_set
 from foreword.api.request import GenerateRequest
 from foreword.api.sse import DONE, ServerSentEvent
-from foreword.errors import BadRequest, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import ReplicaFailed
 from foreword.router.choice_stream import ChoiceStream
 from foreword.router.continuation import ContinuedResponse, StreamPosition
 from foreword.router.replica_body import TRANSLATED, asks_ids, choices_of
@@ -87,6 +88,7 @@ class ResponseStream:
         self.holds_end = False
         self.end_held = False
         self._source = _Source()
+        self._passes = request.dialect in TRANSLATED
         self._last: tuple[dict[str, Any], UsageCounts] | None = None
         self._restarted = self._refused = False
         self._pieces = 0  # of output without token ids
@@ -190,7 +192,7 @@ class ResponseStream:
         except BadRequest:
             self._refused, self._unfinished = True, 0
             return event.raw + b"\n\n"
-        if self.request.dialect in TRANSLATED:
+        if self._passes:
             return self._pass(event)
         return event.raw + b"\n\n" if event.name and chunk.choices is msgspec.UNSET else self._chunk(event, chunk)
 
@@ -267,11 +269,13 @@ class ResponseStream:
             self._read_stamp(chunk)
         if not self.head:
             self.head = {name: value for name, value in _decode(event.data).items() if name not in _NOT_HEAD}
-        ends = any(one.finish_reason for one in chunk.choices)
-        self.begun = self.begun or self.reader.begun or (ends and len(self.choices) > 1)
+        several = len(chunk.choices) > 1
+        ends = any(one.finish_reason for one in chunk.choices) if several else bool(chunk.choices[0].finish_reason)
+        if not self.begun:
+            self.begun = self.reader.begun or (ends and len(self.choices) > 1)
         if self.converts:
             return self._converted(chunk.choices)
-        output = ends or self.reader.other or len(chunk.choices) > 1
+        output = ends or self.reader.other or several
         for choice in chunk.choices:
             text = choice.shown
             stream = self._remember(chunk, choice, text)

@@ -16,12 +16,14 @@ import zmq.asyncio
 from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.decode import Limits
 from foreword.api.errors import MAX_BODY_BYTES
+from foreword.api.event_stream import COMMENTS
 from foreword.api.front import Front, Handler
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
 from foreword.api.routes import Routes
 from foreword.api.work_queue import WorkQueue
-from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
+from foreword.errors import ConfigError, NotFound, did_you_mean
+from foreword.request_errors import NoReplica, ReplicaFailed, UnknownModel
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
@@ -44,6 +46,7 @@ from foreword.router.replicas import (
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.silence import why_lost
 from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
+from foreword.router.whole_request import WholeRequest
 from foreword.routing.cost_kinds import CostKinds
 from foreword.routing.event_feed import KvEventFeed
 from foreword.routing.fleet import Disaggregation, Fleet
@@ -63,6 +66,8 @@ _SILENCE_SECONDS: Final = 2.0
 # Shorter than the keep-alive of servers (uvicorn, and so vLLM: 5 s): the side that sends next must close idle connections.
 _KEEP_ALIVE_SECONDS: Final = 4.0
 _WATCHDOG_SECONDS: Final = 0.5
+# Replicas are asked for a comment in a stream at least so often.
+_COMMENT_SECONDS: Final = 15.0
 # Between two questions for a request on which a replica is silent.
 _ASK_SECONDS: Final = 2.0
 # The first question comes this long before the stall timeout, so that its answer is there then; not before half of it.
@@ -129,6 +134,13 @@ class Router:
         self.unknown_fields = config.server.unknown_fields
         self.order = order_for(config.server)
         self.stream_keep_alive = config.server.stream_keep_alive
+        # Of each request to a replica, beside the client's.
+        self.asked_headers = {
+            "content-type": "application/json",
+            "accept-encoding": "identity",
+            "x-foreword-follow": "1",
+            COMMENTS: f"{min(given.stall_timeout / 4, _COMMENT_SECONDS):g}",
+        }
         self.server_config = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
@@ -193,6 +205,7 @@ class Router:
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=5, **reuse),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
+            request_class=WholeRequest,
             **options,
         )
 

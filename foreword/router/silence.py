@@ -15,7 +15,7 @@ from typing import Any, Final
 import aiohttp
 
 from foreword.decoders import decode_object
-from foreword.errors import ReplicaFailed
+from foreword.request_errors import ReplicaFailed
 from foreword.router.replica_metrics import parse_metrics
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, read_whole
 
@@ -43,7 +43,7 @@ async def _reason(session: aiohttp.ClientSession, upstream: Upstream, response: 
     if upstream.kind == "foreword":
         if response.comments and clock() - response.last > 2 * response.comments:
             return f"not even a comment came for {clock() - response.last:.0f} s"
-        status, data = await _get(session, f"{upstream.url}/v1/requests", response.headers)
+        status, data = await _get(session, f"{upstream.url}/v1/requests", response.headers())
         listed = decode_object(data).get("data") if status == 200 else None
         if isinstance(listed, list):
             known = any(_is_named(one, response.request_id) for one in listed)

@@ -13,7 +13,7 @@ its response, follows from the state alone; what is in the response is `response
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -86,10 +86,14 @@ BEHIND_HEAD: Final[Mapping[StreamAction, StreamAction]] = {
 
 @dataclass(frozen=True, slots=True)
 class StreamTransition:
-    """The next state, and the actions in their order."""
+    """The next state, and the actions in their order: `headed`, where the client has a head."""
 
     state: StreamState
     actions: tuple[StreamAction, ...] = ()
+    headed: tuple[StreamAction, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "headed", tuple(BEHIND_HEAD.get(action, action) for action in self.actions))
 
 
 _S, _E, _A = StreamState, StreamEvent, StreamAction
@@ -188,6 +192,4 @@ class StreamMachine:
         that cannot come in this state."""
         transition = TABLE[self.state, event]
         self.state = transition.state
-        if not headed:
-            return transition.actions
-        return tuple(BEHIND_HEAD.get(action, action) for action in transition.actions)
+        return transition.headed if headed else transition.actions

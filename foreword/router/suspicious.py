@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 import aiohttp
 import msgspec
 
-from foreword.errors import NoReplica, ReplicaFailed
 from foreword.newest import Newest
+from foreword.request_errors import NoReplica, ReplicaFailed
 from foreword.router.asked import AskDigests
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaProbe, Upstream, clock, is_refusal
 
@@ -150,6 +150,9 @@ class Ask:
     def _known(self) -> list[_Suspicion]:
         """Digests that are known, of the whole ask in any case, of its start once a replica has died at it: prompts that have
         a new start in common are not held together before."""
+        if not self._suspects.accused:
+            one = self._suspects.find(self._asked.whole)
+            return [] if one is None else [one]
         found = [(key, self._suspects.find(key)) for key in self._keys]
         return [one for key, one in found if one is not None and (key == self._asked.whole or one.deaths)]
 
@@ -159,7 +162,7 @@ class Ask:
     @property
     def deaths(self) -> int:
         """Replicas that have died at it."""
-        return max((len(one.deaths) for one in self._known()), default=0)
+        return max((len(one.deaths) for one in self._known()), default=0) if self._suspects.accused else 0
 
     @property
     def judged(self) -> bool:
@@ -173,7 +176,7 @@ class Ask:
 
     def check(self) -> None:
         """Raises SuspiciousRequest."""
-        for one in self._known():
+        for one in self._known() if self._suspects.accused else ():
             if len(one.deaths) >= MOST_DEATHS:
                 # A client that tries again and again does not get through.
                 one.until = max(one.until, min(clock() + _SECONDS, one.deaths[-1].at + _MOST_SECONDS))
@@ -255,6 +258,7 @@ class Suspects:
 
     Attributes:
         refused: number of requests that were refused.
+        accused: whether a replica may have died at an ask that is known here; false as long as none has.
     """
 
     def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
@@ -262,6 +266,7 @@ class Suspects:
         self._served: Newest[bytes, float] = Newest(_MOST_SERVED)
         self._on_change = on_change
         self.refused = 0
+        self.accused = False
         self._notified = False
         self._waiting = set[asyncio.Future[None]]()
 
@@ -280,13 +285,18 @@ class Suspects:
 
     def get(self, key: bytes, *, whole: bool) -> _Suspicion:
         """Knowledge of a digest, to be changed."""
-        return self._suspicions.setdefault(key, _Suspicion(whole))
+        one = self._suspicions.get(key)
+        if one is None:
+            one = self._suspicions[key] = _Suspicion(whole)
+        return one
 
     def was_served(self, key: bytes) -> bool:
-        return self._served.get(key, 0.0) > clock()
+        until = self._served.get(key)
+        return until is not None and until > clock()
 
     def accuse(self, key: bytes) -> None:
         """A replica died at it, although others have served it."""
+        self.accused = True
         self._served.pop(key, None)
 
     def clear(self, key: bytes) -> None:
@@ -320,6 +330,7 @@ class Suspects:
                 one.deaths.clear()
             if not (one.deaths or one.flights):
                 del self._suspicions[key]
+        self.accused = any(one.deaths for one in self._suspicions.values())
 
     def keep_newest(self) -> None:
         """Forget the oldest deaths if there are too many."""

@@ -25,11 +25,15 @@ from foreword.api.request import ClientBody, GenerateRequest
 from foreword.api.routes import Right, Routes
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_object
-from foreword.errors import BadRequest, NoReplica, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import NoReplica, ReplicaFailed
 from foreword.router.replica_body import edited, parse_request, read_body
-from foreword.router.replicas import Upstream
+from foreword.router.replica_pool import ReplicaPool
+from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
 from foreword.router_extras.fan_out import healthy, send_once
+from foreword.routing.directory import CacheTier
+from foreword.routing.placement import PlacementQuery
 from foreword.usage import TokenUsage
 
 _RANKS: Final = {"accepted": 2, "clipped": 1}
@@ -108,9 +112,22 @@ async def _targets(
     prompt = await router.prompts.tokenize(request, pool, Salt.of(call.tenant.salt, salt), needed=True)
     session = request.session_name(call.headers)
     name = f"{call.tenant.name}/{session}" if session is not None else None
-    known = pool.likely_replicas(pool.query(prompt, request.model, Salt.of(call.tenant.salt, salt), name, None))
+    known = _likely(pool, pool.query(prompt, request.model, Salt.of(call.tenant.salt, salt), name, None))
     found = {one: f"holds {known[one.url]} tokens" for one in able if one.url in known}
     return found or dict.fromkeys(able, "all replicas: none is known to hold it"), prompt.count
+
+
+def _likely(pool: ReplicaPool, query: PlacementQuery) -> dict[str, int]:
+    """Replicas that have more than half of a prompt in tiers of their own, or serve its session; with the tokens that they
+    have of it."""
+    now = clock()
+    session = pool.fleet.home(query, now)
+    home = session.replica if session is not None else None
+    held = {
+        one.name: min(one.reach[CacheTier.DISK] * (one.block_size or query.block_size), query.tokens)
+        for one in pool.fleet.candidates(query, now)
+    }
+    return {url: tokens for url, tokens in held.items() if 2 * tokens > query.tokens or url == home}
 
 
 async def _ask(

@@ -11,7 +11,7 @@ from foreword.api.front import Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.dashboard.pages import add_pages
-from foreword.errors import Forbidden, Unauthorized
+from foreword.request_errors import Forbidden, Unauthorized
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from foreword.api.dialects.answer_reader import AnswerReader
 from foreword.api.request import GenerateRequest
-from foreword.errors import BadRequest, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_body import ROUTER_FIELDS, edited, path_of

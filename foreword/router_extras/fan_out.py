@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from foreword.api.front import Answer, Call
-from foreword.errors import NoReplica, ReplicaFailed
+from foreword.request_errors import NoReplica, ReplicaFailed
 from foreword.router.passthrough import send
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
 from foreword.router.router import Router

@@ -14,7 +14,8 @@ from foreword.api.cache_control import EraseQuery
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.stored_responses import StoredResponses
-from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
+from foreword.errors import BadRequest, ForewordError
+from foreword.request_errors import NoReplica, ReplicaFailed
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
 from foreword.router_extras.fan_out import chosen, send_once

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from foreword.router.attempt import DecisionLog, DecisionRecord, described
 from foreword.router.recent_answers import PromptStart, RecentAnswers, SharedPrefixes
+from foreword.routing.directory import CacheTier
 from foreword.routing.fleet import Fleet
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def prefixes_of(shared: SharedPrefixes, fleet: Fleet, order: Collection[str], co
 
 def _describe(shared: SharedPrefixes, fleet: Fleet, order: Collection[str], group: list[PromptStart]) -> dict[str, Any]:
     last = group[-1]
-    holders, in_store = fleet.holders(last.ends.values())
+    holders, in_store = _holders(fleet, last.ends.values())
     return {
         "tenants": sorted({one.tenant for one in group}),
         "names": sorted({one.name for one in group if one.name is not None}),
@@ -71,6 +72,19 @@ def _describe(shared: SharedPrefixes, fleet: Fleet, order: Collection[str], grou
         "tiers": "".join(str(int(holders[name])) if name in holders else "-" for name in order),
         "shared": in_store,
     }
+
+
+def _holders(fleet: Fleet, ends: Iterable[bytes]) -> tuple[dict[str, CacheTier], bool]:
+    """Which replicas are known to hold one of these blocks, and in which tier; whether a shared store does."""
+    found, shared = dict[str, CacheTier](), False
+    for key in ends:
+        held = fleet.directory.lookup([key])
+        shared |= held.shared[-1] > 0
+        found |= {name: CacheTier(reach.index(1)) for name, reach in held.replicas.items()}
+        for name, replica in fleet.replicas.items():
+            if replica.estimated_blocks is not None and replica.estimated_blocks.known([key]):
+                found[name] = CacheTier.DEVICE
+    return found, shared
 
 
 def misses_of(log: DecisionLog, count: int, requests: int) -> list[dict[str, Any]]:

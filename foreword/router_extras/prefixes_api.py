@@ -13,8 +13,9 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.decoders import decode_json, decode_object
-from foreword.errors import BadRequest, NoReplica, ReplicaFailed
+from foreword.errors import BadRequest
 from foreword.prefixes.book import NamedPrefix
+from foreword.request_errors import NoReplica, ReplicaFailed
 from foreword.router.passthrough import send_to_one
 from foreword.router.replicas import CONNECTION_ERRORS
 from foreword.router.router import Router

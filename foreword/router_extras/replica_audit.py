@@ -32,7 +32,8 @@ from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
 from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt, tenant_digest
-from foreword.errors import BadRequest, ConfigError, ReplicaFailed, reason_of
+from foreword.errors import BadRequest, ConfigError, reason_of
+from foreword.request_errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import Audit
 from foreword.router.replica_body import PATHS

@@ -26,9 +26,11 @@ from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import decode_json, decode_object
-from foreword.errors import BadRequest, ConfigError, ReplicaFailed, StoreUnavailable, UnknownPrefix, reason_of
+from foreword.errors import BadRequest, ConfigError, StoreUnavailable, reason_of
 from foreword.newest import Newest
 from foreword.prefixes.book import NamedPrefix, PrefixBook, content_of, size_of
+from foreword.prefixes.errors import UnknownPrefix
+from foreword.request_errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import Prefixes
 from foreword.router.replica_body import PATHS, edited, parse_request

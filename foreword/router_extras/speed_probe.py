@@ -18,7 +18,8 @@ import aiohttp
 import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerReader
-from foreword.errors import BadRequest, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import ReplicaFailed
 from foreword.router.extras import SpeedProbes
 from foreword.router.logprobs_probe import TEXT
 from foreword.router.replica_pool import machine_of

@@ -18,7 +18,8 @@ from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.request import GenerateRequest
 from foreword.api.routes import ClientQuery, JsonBody, Meter, Right, Routes
 from foreword.api.stored_responses import StoredResponses
-from foreword.errors import BadRequest, NoReplica, NotFound
+from foreword.errors import BadRequest, NotFound
+from foreword.request_errors import NoReplica
 from foreword.router.completions import proxy
 from foreword.router.passthrough import send_to_one
 from foreword.router.replica_body import ROUTER_FIELDS, TRANSLATED, edited, parse_request

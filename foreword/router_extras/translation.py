@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from foreword.api.dialects.answer_reader import AnswerReader, read_error
+from foreword.api.dialects.answer_reader import read_error
 from foreword.api.dialects.chat_request import write_request
+from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.api.dialects.conversations import conversation
 from foreword.api.dialects.dialect import Dialect
 from foreword.api.dialects.dialect_writers import writer_for
@@ -54,7 +55,7 @@ class ChatTranslation(Translation):
         head = ResponseHead(f"{dialect.id_prefix}{request_id}", model, int(time.time()))
         self._response_id = head.id
         self._writer = writer_for(request, head)
-        self._reader = AnswerReader()
+        self._reader = ChoiceReader()
         self._parser = EventParser()
         self._answer = ChoiceOutput()
 

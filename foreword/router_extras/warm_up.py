@@ -22,7 +22,7 @@ from foreword.api.tenants import Tenant
 from foreword.blocks.common_prefixes import common_prefix_length, common_prefixes
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json
-from foreword.errors import ReplicaFailed
+from foreword.request_errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import WarmUp
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, clock, read_whole

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final, NamedTuple
 
-from foreword.routing.directory import NUM_TIERS, CacheTier, Reach
+from foreword.routing.directory import NUM_TIERS, CacheTier, PromptMemory, Reach
 
 _LIFETIME_WEIGHT: Final = 0.1
 _RECENT_SECONDS: Final = 180.0
@@ -198,13 +198,13 @@ class RobustLine:
         samples = sorted(self._samples)
         spread = samples[-1][0] - samples[0][0]
         slopes: list[float] = []
-        first = 1
-        for x, y in samples:
+        first, enough = 1, spread * 2 >= samples[-1][0]
+        for x, y in samples if enough else ():
             # Those far enough to the right of this sample are to the right of `first`.
             while first < len(samples) and not ((samples[first][0] - x) * 8 >= spread and samples[first][0] > x):
                 first += 1
             slopes += [(above - y) / (right - x) for right, above in samples[first:]]
-        if len(slopes) >= _MIN_SAMPLES and spread * 2 >= samples[-1][0]:
+        if len(slopes) >= _MIN_SAMPLES:
             found = median(slopes)
             self.fitted, self.slope = found > self._least, max(found, self._least)
             self.base = max(median(y - self.slope * x for x, y in samples), 0.0)
@@ -261,7 +261,7 @@ class PrefillModel:
 
     def add(self, tokens: float, pairs: float, seconds: float) -> bool:
         """Add a sample; True if it is time for a fit. Negative and non-finite values are ignored."""
-        if not all(math.isfinite(value) and value >= 0 for value in (tokens, pairs, seconds)):
+        if not (min(tokens, pairs, seconds) >= 0 and math.isfinite(tokens + pairs + seconds)):
             return False
         self._samples.append((tokens, pairs, seconds))
         self._fresh += 1
@@ -414,12 +414,14 @@ class SentRequest:
     """A request in flight.
 
     Attributes:
+        keys, block_size: its blocks.
         tokens: length of the prompt; the last `computed` of them are expected to be computed.
         resident: tokens of KV memory that it needs, including its output.
         queued, running: load of the replica when the request was sent.
         first_at: time of the first token; None before it.
         computed_before: prompt work that its replica had computed until then, since the router knows it.
         follows: it waits for a prefix that another request computes: at most `1 / FOLLOWERS_PER_PLACE` of it is its own work.
+        crowded: it was sent where the requests in flight needed all KV memory, so it waited for that.
     """
 
     tokens: int
@@ -430,6 +432,9 @@ class SentRequest:
     running: int = 0
     first_at: float | None = None
     follows: bool = False
+    crowded: bool = False
+    keys: Sequence[bytes] = ()
+    block_size: int = 1
     computed_before: PrefillWork = NO_WORK
 
     @property
@@ -441,12 +446,13 @@ class SentRequest:
 class ReplicaLoad:
     """Requests in flight on one replica: `waiting` have no first token yet (in send order), `running` decode.
 
-    `computed` is the prompt work of all that had their first token there.
+    `computed` is the prompt work of all that had their first token there, `own` what they need of KV memory beside `prompts`.
     """
 
     waiting: dict[SentRequest, None] = field(default_factory=dict)
     running: dict[SentRequest, None] = field(default_factory=dict)
-    resident: int = 0
+    own: int = 0
+    prompts: PromptMemory = field(default_factory=PromptMemory)
     lifetime: float = 0.0
     _waiting_tokens: int = 0
     _waiting_pairs: float = 0.0
@@ -465,6 +471,15 @@ class ReplicaLoad:
         head_pairs = pairs(tokens, head.tokens - tokens)
         done = min(max(now - self._head_since, 0.0) / (tokens * costs.prefill + head_pairs * costs.attention), 1.0)
         return PrefillWork(self._waiting_tokens - done * tokens, max(self._waiting_pairs - done * head_pairs, 0.0))
+
+    @property
+    def resident(self) -> int:
+        """Tokens of KV memory that the requests in flight need; a prefix that several share counts once."""
+        return self.own + self.prompts.tokens
+
+    def is_crowded(self, capacity: int | None) -> bool:
+        """Whether the requests in flight need more KV memory than there is, so that some wait for it."""
+        return capacity is not None and self.resident > capacity
 
     def lateness(self, now: float, costs: ReplicaCosts, running: int) -> float:
         """How many times as long the head of the queue has taken as computing its whole prompt should take; 1 unless it is
@@ -513,12 +528,14 @@ class ReplicaLoad:
         if mean > self.recent_tokens(now):
             self._recent, self._recent_at = mean, now
 
-    def memory_wait(self, needed: int, capacity: int | None) -> float:
-        """Expected seconds until `needed` tokens fit, if requests keep finishing at their present rate (Little's law)."""
-        if capacity is None or not self.resident:
+    def memory_wait(self, needed: int, keys: Sequence[bytes], block_size: int, capacity: int | None) -> float:
+        """Expected seconds until a prompt of these blocks fits, which needs so many tokens if it shares none, if requests keep
+        finishing at their present rate (Little's law)."""
+        resident = self.resident
+        if capacity is None or not resident or resident + needed <= capacity:
             return 0.0
-        missing = self.resident + min(needed, capacity) - capacity
-        return missing * self.lifetime / self.resident if missing > 0 else 0.0
+        missing = resident + min(needed, capacity) - self.prompts.shared(keys, block_size) - capacity
+        return missing * self.lifetime / resident if missing > 0 else 0.0
 
     def sent(self, request: SentRequest, now: float) -> None:
         if not self.waiting:
@@ -527,7 +544,7 @@ class ReplicaLoad:
         self._followers += request.follows
         self._waiting_tokens += request.computed
         self._waiting_pairs += request.work.pairs
-        self.resident += request.resident
+        self._take(request)
         self._recent, self._recent_at = self.recent_tokens(now) + request.tokens, now
 
     def first_token(self, request: SentRequest, now: float) -> bool:
@@ -551,7 +568,7 @@ class ReplicaLoad:
         """Add a request that had its first token on another replica."""
         self.running[request] = None
         request.computed_before = self.computed
-        self.resident += request.resident
+        self._take(request)
 
     def finished(self, request: SentRequest, now: float) -> None:
         """Remove a request that succeeded or failed, if it is here."""
@@ -561,9 +578,12 @@ class ReplicaLoad:
             del self.running[request]
         else:
             return
-        self.resident -= request.resident
+        self.own -= request.resident - self.prompts.remove(request.keys, request.block_size)
         took = now - request.sent_at
         self.lifetime = took if not self.lifetime else self.lifetime + _LIFETIME_WEIGHT * (took - self.lifetime)
+
+    def _take(self, request: SentRequest) -> None:
+        self.own += request.resident - self.prompts.add(request.keys, request.block_size)
 
     def _leave_queue(self, request: SentRequest, now: float) -> None:
         del self.waiting[request]

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys, parent_behind
-from foreword.blocks.public import is_public, public_chain
+from foreword.blocks.public import is_public
+from foreword.blocks.public_blocks import public_chain
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import BadRequest
 from foreword.kv_event_wire import DEVICE_MEDIUM, HOST_MEDIUM, REMOTE, STORAGE_MEDIUM, event_fields

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
@@ -51,6 +51,8 @@ _DEFAULT_CAPACITY_BLOCKS: Final = 65_536
 _RESERVED_OUTPUT: Final = 256
 # Weight of a request in the means of recent requests.
 _MEAN_WEIGHT: Final = 1 / 64
+# Time constant of the means of those that come, in seconds.
+_COMING_SECONDS: Final = 60.0
 # Shorter outputs say little about the inter-token latency.
 _MIN_DECODE_TOKENS: Final = 8
 # Learned costs count as stale after this time without an observation.
@@ -149,8 +151,6 @@ class PlacedRequest(SentRequest):
 
     decoding: ReplicaState
     computing: ReplicaState
-    keys: Sequence[bytes]
-    block_size: int
     expected: int
     session: str | None
     guessed: int = 0
@@ -222,6 +222,8 @@ class Fleet:
         self._shortlist = Shortlist()
         # Of recent requests, on average: tokens of the output, seconds to the first token and to the last one.
         self._output, self._ttft, self._end_to_end = USUAL_OUTPUT, USUAL_SHARE, 1.0
+        # Requests that went to the shortest queue lately and their prefill seconds, decayed by their age.
+        self._came, self._came_work, self._came_at = 0.0, 0.0, 0.0
         self.kinds = kinds or CostKinds()
 
     # Replicas
@@ -302,18 +304,6 @@ class Fleet:
         load, costs = replica.load, replica.cost_model.costs
         queued = load.rank(costs, len(load.running) + replica.reported_running, replica.capacity_tokens)
         self._shortlist.update(replica.name, replica.role, costs.prefill, queued, load.recent_rank())
-
-    def holders(self, ends: Iterable[bytes]) -> tuple[dict[str, CacheTier], bool]:
-        """Which replicas are known to hold one of these blocks, and in which tier; whether a shared store does."""
-        found, shared = dict[str, CacheTier](), False
-        for key in ends:
-            held = self.directory.lookup([key])
-            shared |= held.shared[-1] > 0
-            found |= {name: CacheTier(reach.index(1)) for name, reach in held.replicas.items()}
-            for name, replica in self.replicas.items():
-                if replica.estimated_blocks is not None and replica.estimated_blocks.known([key]):
-                    found[name] = CacheTier.DEVICE
-        return found, shared
 
     # Placement
 
@@ -411,6 +401,8 @@ class Fleet:
     ) -> list[Candidate]:
         """The state of the chosen replicas, each with the number that it stands for. `lookups`: those done."""
         resident, decode_weight = _resident(query), self._ttft / self._end_to_end
+        left = math.exp(-max(now - self._came_at, 0.0) / _COMING_SECONDS)
+        filling = left * self._came / (left * self._came_work + _COMING_SECONDS)
         found: list[Candidate] = []
         leading = 0
         for name, weight in chosen.items():
@@ -430,9 +422,7 @@ class Fleet:
             if known > reach[0]:
                 reach = tuple([max(one, known) for one in reach])
             found.append(
-                _candidate(
-                    replica, resident, reach, space[1], replica.costs(now), now, weight, self._output, decode_weight
-                )
+                _candidate(replica, resident, keys, reach, space[1], now, weight, self._output, decode_weight, filling)
             )
         return found
 
@@ -480,6 +470,11 @@ class Fleet:
             follows=in_flight > 0 and own <= max(size, query.tokens // FOLLOWERS_PER_PLACE),
         )
         load.sent(request, now)
+        if estimate.queue <= min([one.queue for one in decision.estimates if not one.excluded]):
+            left = math.exp(-max(now - self._came_at, 0.0) / _COMING_SECONDS)
+            self._came, self._came_work = self._came * left + 1.0, self._came_work * left + estimate.prefill
+            self._came_at = now
+        request.crowded = load.is_crowded(computing.capacity_tokens)
         self._rank(computing)
         self._shortlist.sent(computing.name, keys, len(self.replicas))
         computing.in_flight_prefixes.add(keys)
@@ -568,9 +563,10 @@ class Fleet:
         if replica.is_stale(now):
             replica.cost_model.forget()
         replica.learned_at = now
-        replica.cost_model.observe_first_token(
-            before.tokens + own.tokens, request.running, first_at - request.sent_at, pairs=before.pairs + own.pairs
-        )
+        if not (request.crowded and replica.cost_model.prefill_measured):
+            replica.cost_model.observe_first_token(
+                before.tokens + own.tokens, request.running, first_at - request.sent_at, pairs=before.pairs + own.pairs
+            )
         if replica.cost_model.costs is not costs:
             self._rank(replica)
 
@@ -595,17 +591,19 @@ class Fleet:
 def _candidate(
     replica: ReplicaState,
     resident: int,
+    keys: Sequence[bytes],
     reach: Reach,
     block_size: int,
-    costs: ReplicaCosts,
     now: float,
     stands_for: float,
     output: float,
     decode_weight: float,
+    filling: float,
 ) -> Candidate:
-    load = replica.load
+    load, costs, capacity = replica.load, replica.costs(now), replica.capacity_tokens
     late = load.lateness(now, costs, len(load.running))
-    if late > 1:
+    # A head that waits for memory says nothing about how fast the replica is.
+    if late > 1 and not load.is_crowded(capacity):
         costs = costs.slower(late)
     tokens, pairs = load.queued(now, costs)
     return Candidate(
@@ -615,7 +613,7 @@ def _candidate(
         tokens,
         len(load.waiting),
         len(load.running) + replica.reported_running,
-        load.memory_wait(resident, replica.capacity_tokens),
+        load.memory_wait(resident, keys, block_size, capacity),
         block_size,
         "",
         pairs,
@@ -623,9 +621,10 @@ def _candidate(
         stands_for,
         replica.weights,
         load.resident,
-        replica.capacity_tokens or 0,
+        capacity or 0,
         output,
         decode_weight,
+        filling,
     )
 
 

@@ -101,6 +101,8 @@ class _Conversation:
 
     def trim(self) -> list[bytes]:
         """Drop the links in the middle of a long conversation, and return them."""
+        if len(self.links) <= _FIRST + _LAST:
+            return []
         names = list(self.links)
         gone = names[_FIRST : max(len(names) - _LAST, _FIRST)]
         for name in gone:
@@ -109,8 +111,10 @@ class _Conversation:
 
     def rate(self) -> float:
         """Tokens per byte."""
-        last = max(self.links.values(), key=lambda one: (one.whole, one.size), default=None)
-        return last.tokens / last.size if last is not None and last.size and last.tokens else 1 / _BYTES_PER_TOKEN
+        if not self.links:
+            return 1 / _BYTES_PER_TOKEN
+        last = max(self.links.values(), key=lambda one: (one.whole, one.size))
+        return last.tokens / last.size if last.size and last.tokens else 1 / _BYTES_PER_TOKEN
 
 
 _Key = tuple[bytes, int]
@@ -161,7 +165,7 @@ class KnownPrompts:
 
     def learn(self, chain: PromptChain, tokens: array[int]) -> None:
         """A prompt has these tokens. They may become known after it was placed."""
-        key, one = self._begin(chain)
+        key, one, _ = self._begin(chain)
         if len(tokens) > len(one.tokens) or chain.links[-1] == next(reversed(one.links)):
             one.tokens = tokens
         self._counted(chain, one, len(tokens))
@@ -177,12 +181,12 @@ class KnownPrompts:
 
     def placed(self, chain: PromptChain, tokens: int, replica: str, now: float, *, by_keys: bool) -> None:
         """A prompt of about so many tokens was sent to a replica. `by_keys`: all of its blocks are known."""
-        key, one = self._begin(chain)
+        key, one, grown = self._begin(chain)
         end = one.links[chain.links[-1]]
         if not end.whole:
             one.links[chain.links[-1]] = end._replace(tokens=tokens)
         one.replica, one.joined, one.placed_at, one.by_keys = replica, self._joined[replica], now, by_keys
-        self._keep(key, one)
+        (self._keep if grown else self._claim)(key, one)
 
     def removed(self, replica: str) -> None:
         """A replica was removed, or has lost what it had."""
@@ -204,8 +208,9 @@ class KnownPrompts:
                 return at, key
         return None
 
-    def _begin(self, chain: PromptChain) -> tuple[_Key, _Conversation]:
-        """The conversation of a prompt, with its links: the one that it continues or repeats, or a new one."""
+    def _begin(self, chain: PromptChain) -> tuple[_Key, _Conversation, bool]:
+        """The conversation of a prompt, with its links: the one that it continues or repeats, or a new one; and whether it has
+        links that it did not have."""
         found, last = self._find(chain), len(chain.links) - 1
         at = -1
         if found is None:
@@ -223,7 +228,7 @@ class KnownPrompts:
             if new < _FIRST or new > last - _LAST:
                 size = chain.sizes[new]
                 one.links[chain.links[new]] = _Link(size, round(size * rate), False)
-        return key, one
+        return key, one, at < last
 
     def _counted(self, chain: PromptChain, one: _Conversation, tokens: int) -> None:
         """The tokens of a whole prompt; those of its other links follow from their bytes."""
@@ -238,9 +243,13 @@ class KnownPrompts:
         for name in one.trim():
             if self._by_link.get(name) == key:
                 del self._by_link[name]
+        self._claim(key, one)
+        self._kept[key] = one
+
+    def _claim(self, key: _Key, one: _Conversation) -> None:
+        """Let all of its links name this conversation, the newest."""
         for name in one.links:
             self._by_link[name] = key
-        self._kept[key] = one
 
     def _unlink(self, key: _Key, one: _Conversation) -> None:
         for name in one.links:

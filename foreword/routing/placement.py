@@ -16,6 +16,12 @@ for then capacity is to be had. So the price is that of the lowest TTFT where no
 work as queues grow: a request then goes where most of its prefix is, although it would wait for less time where it has to be
 computed.
 
+Those that come next go where the queue is the shortest, until it is as long as the next one. Each fills that gap by its own
+prefill, and the time until it comes closes the gap by as much: `filling` is how many come for each second of the gap. They save
+half of the gap on average, so a gap of `b` seconds saves them `filling * b² / 2`, and who makes it shorter pays for what they
+lose. Among equal requests that is less than the gap, and the shortest queue gets them. But prompts that are much longer than
+usual, such as those of a batch, queue behind each other, and leave a replica to short ones.
+
 A session stays on its replica unless another replica is cheaper by more than the session saves there (`SessionAffinity`).
 
 A prefix that all candidates hold attracts no request, because it lowers all prices alike. A prefix that only some hold
@@ -122,6 +128,7 @@ class Candidate(NamedTuple):
         capacity: tokens of KV memory that it has; 0 if that is not known.
         output: tokens of an output, on average.
         decode_weight: what a second of a decoding sequence counts: the mean TTFT as a share of the mean time end to end.
+        filling: requests that come while the shortest queue becomes a second longer against the next one.
     """
 
     name: str
@@ -141,11 +148,7 @@ class Candidate(NamedTuple):
     capacity: int = 0
     output: float = USUAL_OUTPUT
     decode_weight: float = USUAL_SHARE
-
-    @property
-    def memory_used(self) -> float:
-        """The share of its KV memory that its requests in flight need; 0 if the capacity is not known."""
-        return self.resident / self.capacity if self.capacity else 0.0
+    filling: float = 0.0
 
 
 class CostEstimate(NamedTuple):
@@ -157,6 +160,7 @@ class CostEstimate(NamedTuple):
         behind: requests that its work will delay, on average, each weighed by how long those at this replica wait.
         slows: sequences that decode while it is computed, each weighed by what a second of decoding counts.
         ageing: what its wait counts beyond its seconds, because it is long.
+        coming: seconds that it costs those that will come, because it makes the shortest queue longer.
     """
 
     replica: str
@@ -174,6 +178,7 @@ class CostEstimate(NamedTuple):
     behind: float = 0.0
     slows: float = 0.0
     ageing: float = 0.0
+    coming: float = 0.0
 
     @property
     def total(self) -> float:
@@ -198,15 +203,15 @@ class CostEstimate(NamedTuple):
     @property
     def others(self) -> float:
         """Seconds that this request costs others, together."""
-        return self.delays + self.stalls
+        return self.delays + self.stalls + self.coming
 
     @property
     def price(self) -> float:
         """The price by which candidates are compared: `total`, `others` and `ageing`, without calls, since this is asked for
         most."""
-        _, queue, memory, load, compute, decode, first, transfer, _, _, _, _, behind, slows, ageing = self
+        _, queue, memory, load, compute, decode, first, transfer, _, _, _, _, behind, slows, ageing, coming = self
         total = queue + memory + load + compute + decode + first + transfer
-        return total + behind * (load + compute) + slows * compute + ageing
+        return total + behind * (load + compute) + slows * compute + ageing + coming
 
     def in_words(self) -> str:
         """The parts in words, such as `0.42 s (0.10 queued, 0.02 loading 8192 from disk, 0.30 computing 1536 of 9728
@@ -214,6 +219,9 @@ class CostEstimate(NamedTuple):
         if self.excluded:
             return self.excluded
         _, queue, memory, load, compute, decode, _, transfer, reused, computed, from_tiers, *_ = self
+        total = self.total
+        if max(total, self.delays, self.stalls, self.ageing) < _SHOWN_SECONDS:
+            return f"{total:.2f} s"
         source = _loading(from_tiers) if load >= _SHOWN_SECONDS else ""
         parts = (
             (queue, "queued"),
@@ -228,9 +236,10 @@ class CostEstimate(NamedTuple):
             (self.delays, "for those that wait"),
             (self.stalls, "for those that decode"),
             (self.ageing, "for its long wait"),
+            (self.coming, "for those that will come"),
         )
         added = [f"{seconds:.2f} s {reason}" for seconds, reason in more if seconds >= _SHOWN_SECONDS]
-        return f"{self.total:.2f} s" + (f" ({listed})" if listed else "") + "".join([f", and {one}" for one in added])
+        return f"{total:.2f} s" + (f" ({listed})" if listed else "") + "".join([f", and {one}" for one in added])
 
 
 def _loading(from_tiers: tuple[int, ...]) -> str:
@@ -413,10 +422,15 @@ class Surroundings(NamedTuple):
     Attributes:
         coming: how many requests will come to a replica before the queues are empty, see the module.
         wait: seconds that the prompts queued at a replica take, on average.
+        shortest, following: seconds of the shortest queue and of the next one.
+        filling: as in `Candidate`.
     """
 
     coming: float = 0.0
     wait: float = 0.0
+    shortest: float = 0.0
+    following: float = 0.0
+    filling: float = 0.0
 
 
 ALONE: Final = Surroundings()
@@ -424,14 +438,24 @@ ALONE: Final = Surroundings()
 
 def surroundings(candidates: Sequence[Candidate]) -> Surroundings:
     """The state of these candidates together."""
-    weight = logarithms = wait = 0.0
+    weight = logarithms = wait = filling = 0.0
+    queues: list[float] = []
     for one in candidates:
         if not one.excluded:
-            weight += one.stands_for
+            weight, filling, seconds = weight + one.stands_for, one.filling, 0.0
             if one.queued:
                 logarithms += one.stands_for * math.log1p(one.queued)
-                wait += one.stands_for * one.costs.compute_pairs(one.queued_tokens, one.queued_pairs)
-    return Surroundings(math.expm1(logarithms / weight), wait / weight) if logarithms else ALONE
+                seconds = one.costs.compute_pairs(one.queued_tokens, one.queued_pairs)
+                wait += one.stands_for * seconds
+            queues.append(seconds)
+            if one.stands_for > 1:
+                queues.append(seconds)
+    if not logarithms:
+        return ALONE
+    queues.sort()
+    return Surroundings(
+        math.expm1(logarithms / weight), wait / weight, queues[0], queues[min(1, len(queues) - 1)], filling
+    )
 
 
 def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundings = ALONE) -> CostEstimate:
@@ -439,7 +463,7 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundi
     if candidate.excluded:
         return CostEstimate(candidate.name, excluded=candidate.excluded)
     # This is most of the time of a decision, and positions are several times as fast as names.
-    name, costs, reach, queued_tokens, queued, running, memory, block_size, _, queued_pairs, *_, output, weight = (
+    name, costs, reach, queued_tokens, queued, running, memory, block_size, _, queued_pairs, *_, output, weight, _ = (
         candidate
     )
     tokens, size = query.tokens, block_size or query.block_size
@@ -453,7 +477,8 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundi
     computed = max(tokens - cached, 1)
     queue = queued_tokens * costs.prefill + queued_pairs * costs.attention
     waited = max(queue, memory)
-    decoding, behind, ageing = float(running), queued + around.coming, 0.0
+    compute = costs.compute(computed, tokens - computed)
+    decoding, behind, ageing, coming = float(running), queued + around.coming, 0.0, 0.0
     if queued:
         # When its turn comes, some of those that decode now have ended, and of those that wait now some decode.
         steps = queued_tokens / costs.step_tokens
@@ -463,12 +488,16 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundi
         age = queue / (around.wait + costs.compute(tokens, 0))
         behind *= 1 + age * age
         ageing = queue * age * age / 3
+    if queue < around.following and queue <= around.shortest:
+        gap = around.following - queue
+        left = max(gap - load - compute, 0.0)
+        coming = around.filling * (gap * gap - left * left) / 2
     return CostEstimate(
         name,
         queue,
         waited - queue,
         load,
-        costs.compute(computed, tokens - computed),
+        compute,
         costs.interference(queued_tokens + computed, running) if running else 0.0,
         costs.first,
         0.0,
@@ -479,6 +508,7 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundi
         behind,
         weight * decoding,
         ageing,
+        coming,
     )
 
 

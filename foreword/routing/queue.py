@@ -13,7 +13,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from foreword.errors import ConfigError, QueueFull
+from foreword.errors import ConfigError
+from foreword.request_errors import QueueFull
 
 Item = TypeVar("Item")
 

@@ -9,8 +9,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
+from foreword.errors import BadRequest
 from foreword.prompt_order import PromptOrder
+from foreword.request_errors import EngineFailed, NotReady, QueueFull, ShuttingDown
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -10,8 +10,9 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.stored_responses import StoredResponses
 from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
-from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
+from foreword.errors import BadRequest, did_you_mean
 from foreword.process_config import ServerConfig
+from foreword.request_errors import PromptTooLong, UnknownModel
 from foreword.server.admission import Admission
 from foreword.server.engine_observers import EngineTraces
 from foreword.server.peers import Peers

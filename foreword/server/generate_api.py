@@ -17,16 +17,16 @@ from foreword.api.dialects.dialect import Dialect
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import to_json
-from foreword.api.event_stream import send_events
 from foreword.api.front import Call, Handler, Reply
 from foreword.api.request import GenerateRequest
 from foreword.api.routes import ClientQuery, JsonBody, Meter, Right, Routes
 from foreword.engine.request import Delta, Request
-from foreword.errors import ShuttingDown
+from foreword.request_errors import ShuttingDown
 from foreword.server import migration
 from foreword.server.endpoint import ServerContext, check_model
 from foreword.server.job import Caller, Job
 from foreword.server.prepare import conversation_size, count_prompt, make_job
+from foreword.server.sent_events import send_events
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -29,8 +29,9 @@ from foreword.api.tools.parser import AnswerFormats, AnswerParser, leaves_reason
 from foreword.blocks.retention import RetentionAnswer
 from foreword.engine.output_text import OutputText
 from foreword.engine.request import CacheReport, Delta, MigratedTo, Request
-from foreword.errors import CannotMigrate
+from foreword.server.prompt_scores import for_prompt
 from foreword.tokens.token_logprob import TokenLogprob
+from foreword.transfer.errors import CannotMigrate
 from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class DeltaReader:
         return replace(
             self._prompt or PromptInfo(),
             entries=logprobs.prompt_entries(self._tokenizer, self._request.tokens[0], found) if self._echoes else (),
-            logprobs=logprobs.for_prompt(self._tokenizer, found) if self._scores else None,
+            logprobs=for_prompt(self._tokenizer, found) if self._scores else None,
         )
 
     def resume(self, output: Sequence[int]) -> list[Piece]:

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 
 import zmq
 
-from foreword.api.event_curve import check_curve, secure_publisher
+from foreword.api.event_curve import secure_publisher
 from foreword.blocks.layout import key_of
 from foreword.blocks.public import is_public
 from foreword.decoders import decode_msgpack
@@ -224,8 +224,8 @@ class KvEvents:
     """
 
     def __init__(self, block_size: int, endpoint: str, replay: str | None = None, key: str | None = None) -> None:
-        if key is not None:
-            check_curve()
+        if key is not None and not zmq.has("curve"):
+            raise ConfigError("KV events with a router's key need a ZeroMQ with CURVE: install the wheels of pyzmq")
         self._block_size = block_size
         self._context = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)

@@ -30,11 +30,13 @@ from foreword.api.tools.parser import AnswerFormats
 from foreword.decoders import convert, decode_json
 from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.engine.request import Delta, MigratedTo, Request
-from foreword.errors import BadRequest, CannotMigrate, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
+from foreword.errors import BadRequest, ForewordError
+from foreword.request_errors import EngineFailed, ShuttingDown
 from foreword.server.endpoint import ServerContext
 from foreword.server.instance_api import describe
 from foreword.server.job import FOLLOW_HEADER, Caller, Job, reader_for
 from foreword.server.peers import server_url
+from foreword.transfer.errors import CannotMigrate, TransferUnavailable
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

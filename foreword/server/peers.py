@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from foreword.config import ip_address
 from foreword.configuration import Config
-from foreword.errors import BadRequest, ConfigError, Forbidden
+from foreword.errors import BadRequest, ConfigError
+from foreword.host_addresses import ip_address
+from foreword.request_errors import Forbidden
 from foreword.transfer.sockets import parse_address
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network

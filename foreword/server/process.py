@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 from foreword import __version__
 from foreword.api import http
 from foreword.api.http import bind, configure_logging, url_of
-from foreword.config import is_loopback
 from foreword.configuration import Config
 from foreword.engine import preflight
 from foreword.engine.without_compiler import without_compiler
 from foreword.errors import ConfigError, ForewordError, ModelUnsupported
 from foreword.events import Observer
+from foreword.host_addresses import is_loopback
 from foreword.ledger import UsageLedger
 from foreword.observability.recording import TraceRecorder
 from foreword.observability.tracing import tracer_for

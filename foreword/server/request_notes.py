@@ -18,8 +18,9 @@ from foreword.api.misses.outline import Conversation, first_difference, outline
 from foreword.api.request import GenerateRequest
 from foreword.api.work_queue import WorkQueue
 from foreword.engine.request import Delta, Request
-from foreword.errors import CannotMigrate, NotFound, did_you_mean
+from foreword.errors import NotFound, did_you_mean
 from foreword.server.job import Job
+from foreword.transfer.errors import CannotMigrate
 from foreword.usage import MissExplained
 
 if TYPE_CHECKING:

@@ -9,15 +9,16 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, field
 
 from foreword.api.dialects.decode import Body
-from foreword.api.event_stream import send_events
 from foreword.api.front import Call, Handler
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Query, Right, Routes
-from foreword.errors import CannotMigrate, NotFound
+from foreword.errors import NotFound
 from foreword.process_config import ServerConfig
 from foreword.server import generate_api, migration, request_notes
 from foreword.server.endpoint import ServerContext
 from foreword.server.job import Caller, Job
 from foreword.server.prepare import formats_of
+from foreword.server.sent_events import send_events
+from foreword.transfer.errors import CannotMigrate
 
 
 class MigrateBody(Body, kw_only=True):

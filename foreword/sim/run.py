@@ -16,7 +16,8 @@ from foreword.api.quotas import Admitted, Quotas
 from foreword.blocks.keys import Scope
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.salt import Salt
-from foreword.errors import ConfigError, RateLimited
+from foreword.errors import ConfigError
+from foreword.request_errors import RateLimited
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet

@@ -25,8 +25,8 @@ from typing import Any, Final, Protocol
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.salt import DIGEST_BYTES
-from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnreadable
-from foreword.store.frame import Frame, Header, UnreadBlock, read_header
+from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnreadable
+from foreword.store.frame import Frame, Header, UnreadBlock
 
 Name = bytes
 
@@ -70,25 +70,6 @@ class StoredBlock:
     used_at: float = 0.0
     hits: int = 0
     pinned: bool = False
-
-    @classmethod
-    def from_header(
-        cls,
-        name: Name,
-        end: bytes,
-        size: int,
-        *,
-        stored_at: float = 0.0,
-        used_at: float = 0.0,
-        pinned: bool = False,
-    ) -> StoredBlock:
-        """Describe a block by the last bytes of its frame. Parent and depth stay unknown if these are not its header."""
-        parent, depth = b"", 0
-        with contextlib.suppress(BadFrame):
-            header = read_header(end)
-            if header.name == name:
-                parent, depth = header.parent, header.depth
-        return cls(name, parent, depth, size, stored_at, used_at, pinned=pinned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,3 +402,16 @@ def check_record(data: bytes) -> bytes:
     if len(data) > RECORD_BYTES:
         raise StoreError(f"a record has at most {RECORD_BYTES} bytes, not {len(data)}")
     return data
+
+
+def quota_of(quota: float | None, size: int) -> int:
+    """Bytes that a tenant may have in a store of `size` bytes: all (None), a share (a float), or a number of bytes (an int).
+
+    Raises StoreConfigError.
+    """
+    if quota is None:
+        return size
+    amount = int(quota * size) if isinstance(quota, float) else quota
+    if not 0 < amount <= size:
+        raise StoreConfigError(f"tenant_quota is from 1 byte to the size of the store, not {amount} bytes")
+    return amount

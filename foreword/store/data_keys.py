@@ -30,13 +30,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, ungenerated, with_generation
+from foreword.blocks.salt import GENERATION_BYTES, GENERATION_MARK, TENANT_BYTES, Salt, ungenerated
 from foreword.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.background import background_thread
 from foreword.store.base import Store, time_left
 from foreword.store.frame import ENCRYPTED
+from foreword.store.key_interfaces import TenantKeys
 from foreword.store.master_keys import MasterKeys
-from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier
 from foreword.store.types import StoreUrl
 from foreword.store.urls import parse
@@ -563,3 +563,8 @@ def _bound(known: dict[Any, Any]) -> None:
     while len(known) >= _MAX_ENTRIES:
         with contextlib.suppress(RuntimeError, StopIteration):  # another thread changes it
             known.pop(next(iter(known)), None)
+
+
+def with_generation(tenant: bytes, generation: bytes) -> bytes:
+    """A tenant's salt in a generation, 6 bytes; b"" for the first, which has none."""
+    return ungenerated(tenant) + (GENERATION_MARK + generation if generation else b"")

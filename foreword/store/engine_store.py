@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
@@ -16,11 +17,14 @@ from foreword.blocks.salt import Salt
 from foreword.errors import StoreConfigError
 from foreword.newest import Newest
 from foreword.store.frame import RAW, Frame, Header, seal
-from foreword.store.store_keys import StoreKeys, keys_from_environment
+from foreword.store.store_keys import keys_from_environment
 from foreword.store.tier import used_once
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore, TierSearch
 from foreword.store.urls import loss_of, open_store
+
+if TYPE_CHECKING:
+    from foreword.store.key_interfaces import StoreKeys
 
 # Blocks per call of a store.
 BATCH_BLOCKS = 64

@@ -43,7 +43,7 @@ from foreword.store.frame import (
     check,
     set_key,
 )
-from foreword.store.store_keys import Encryption, StoreKeys
+from foreword.store.key_interfaces import Encryption, StoreKeys
 from foreword.store.wrappers import FormChanger
 from foreword.store_config import EncryptionConfig, StoreConfig
 

@@ -80,7 +80,7 @@ class RecordKind(Generic[Shared]):
 
     def encode(self, value: Shared) -> bytes:
         fields = msgspec.to_builtins(value)
-        return json.dumps({**fields, "checksum": _checksum(fields)}, ensure_ascii=False).encode()
+        return json.dumps({**fields, "checksum": checksum_of(fields)}, ensure_ascii=False).encode()
 
     def decode(self, key: str, data: bytes) -> Shared:
         """Raises BadRecord. A record without a checksum was written by a version before 0.2."""
@@ -91,23 +91,14 @@ class RecordKind(Generic[Shared]):
             named = self.name(value)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise BadRecord(f"the record {key} is damaged, and is not used") from None
-        if checksum not in (None, _checksum(fields)) or named not in (None, key.rpartition("/")[2]):
+        if checksum not in (None, checksum_of(fields)) or named not in (None, key.rpartition("/")[2]):
             raise BadRecord(f"the record {key} is damaged, and is not used")
         return value
 
 
-def _checksum(fields: dict[str, Any]) -> str:
+def checksum_of(fields: dict[str, Any]) -> str:
     """XXH3-128 of the fields as JSON with sorted names, in hexadecimal."""
     return str(xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode()))
-
-
-def is_whole(data: bytes) -> bool:
-    """Whether a record of any kind has its checksum, or is of a version before 0.2, which wrote none."""
-    try:
-        fields = json.loads(data)
-        return isinstance(fields, dict) and fields.pop("checksum", None) in (None, _checksum(fields))
-    except (ValueError, RecursionError):
-        return False
 
 
 def leave(tier: StoreTier, error: StoreError) -> None:
@@ -120,7 +111,7 @@ class FoundRecords(Generic[Shared]):
 
     Attributes:
         values: sound records whose time is not over, without those that were not to be read.
-        expired: those whose time is over, by what this process can know; `SharedRecords.expire` deletes them.
+        expired: those whose time is over, by what this process can know; `remove_expired` deletes them.
         keys: of all that the stores have, or may have.
     """
 
@@ -163,14 +154,6 @@ class SharedRecords(Generic[Shared]):
         """Raises StoreError: a record that stays in a store would come back."""
         self._written.pop(key, None)
         return self._store.delete_record(key, deadline=time.monotonic() + _WRITE_SECONDS)
-
-    def expire(self, key: str) -> Shared | None:
-        """Delete a record if its time is over; returned if another instance has renewed it. Raises StoreError."""
-        found = self.get(key)
-        if found is not None and self.left(key, found) <= 0:
-            self.remove(key)
-            return None
-        return found
 
     def left(self, key: str, value: Shared) -> float:
         """Seconds for which a record still counts, by what this process can know; negative or 0 if its time is over."""

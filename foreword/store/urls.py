@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, unquote, urlunsplit
 
 from foreword.blocks.layout import Layout
@@ -23,11 +23,13 @@ from foreword.store.base import Store
 from foreword.store.builtin import BuiltinTypes
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import redacted, split_url
-from foreword.store.store_keys import StoreKeys
 from foreword.store.tier_rules import TierRule
 from foreword.store.tiered import HOLD_NEEDS, TieredStore
 from foreword.store.types import RULE_OPTIONS, Codecs, Opener, Reach, StoreType, StoreUrl, read_options
 from foreword.texts import readable
+
+if TYPE_CHECKING:
+    from foreword.store.key_interfaces import StoreKeys
 
 _LOCATION: Final = "location/id"
 _LOCATION_SECONDS: Final = 5.0

@@ -10,7 +10,8 @@ from typing import Any
 import transformers
 from jinja2 import TemplateError
 
-from foreword.errors import BadRequest, ModelNotFound
+from foreword.errors import BadRequest
+from foreword.request_errors import ModelNotFound
 from foreword.tokens.detokenizer import TextStream, TokenTexts
 
 # Arguments of `apply_chat_template` and variables that it sets.

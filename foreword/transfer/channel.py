@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from foreword.blocks.layout import Layout
-from foreword.errors import TransferError, TransferUnavailable
 from foreword.store.background import background_thread
+from foreword.transfer.errors import TransferError, TransferUnavailable
 from foreword.transfer.handshake import Peer
 from foreword.transfer.link import BATCH_BYTES, Link
 from foreword.transfer.wire_format import NO_TRANSFER, Buffer, Frames, Heartbeat, KVPart, Reason, TransferMessage

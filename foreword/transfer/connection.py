@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from foreword.errors import ProtocolViolation, TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.channel import Channel, LinkTraffic
+from foreword.transfer.errors import ProtocolViolation, TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.fetch import FetchClient, FetchServer
 from foreword.transfer.link import Received
 from foreword.transfer.protocol import Role, TransferEvent

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from foreword.blocks.layout import NAME_BYTES
-from foreword.errors import ProtocolViolation, TransferError, TransferRefused, TransferTimeout
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.transfer.channel import Channel
+from foreword.transfer.errors import ProtocolViolation, TransferError, TransferRefused, TransferTimeout
 from foreword.transfer.link import Received
 from foreword.transfer.transfers import TransferService
 from foreword.transfer.wire_format import (

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
-from foreword.errors import BadMessage, PeerRejected, ProtocolViolation, TransferError, TransferUnavailable
+from foreword.transfer.errors import BadMessage, PeerRejected, ProtocolViolation, TransferError, TransferUnavailable
 from foreword.transfer.link import Link, TcpLink
 from foreword.transfer.shm import MappedSegment, OwnSegment, ShmLink, open_peers
 from foreword.transfer.sockets import SocketStream

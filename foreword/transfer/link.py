@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
+from foreword.transfer.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.sockets import POLL_SECONDS, SocketStream
 from foreword.transfer.wire_format import (
     HEAD_BYTES,

@@ -12,7 +12,7 @@ from typing import Final
 
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import Layout
-from foreword.errors import TransferError
+from foreword.transfer.errors import TransferError
 from foreword.transfer.wire_format import KVPart, join_keys, split_keys
 
 TARGET_BYTES: Final = 1 << 20

@@ -16,20 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
-from foreword.errors import (
-    ConfigError,
-    PeerRejected,
-    StoreConfigError,
-    StoreTimeout,
-    StoreUnavailable,
-    TransferError,
-    TransferTimeout,
-)
+from foreword.errors import ConfigError, StoreConfigError, StoreTimeout, StoreUnavailable
 from foreword.store.background import background_thread
 from foreword.store.base import Name, StoreStatus, time_left
 from foreword.store.read_only import ReadOnlyStore
 from foreword.store.types import Opener, Options, StoreUrl, parse_flag, read_options
 from foreword.transfer.connection import Connection
+from foreword.transfer.errors import PeerRejected, TransferError, TransferTimeout
 from foreword.transfer.sockets import parse_address
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService

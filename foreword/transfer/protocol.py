@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from foreword.errors import ProtocolViolation, TransferError
+from foreword.transfer.errors import ProtocolViolation, TransferError
 from foreword.transfer.wire_format import Reason
 
 

@@ -32,7 +32,7 @@ from typing import Final
 
 import xxhash
 
-from foreword.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
+from foreword.transfer.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.link import BATCH_BYTES, Link, Payload
 from foreword.transfer.sockets import SocketStream
 from foreword.transfer.wire_format import MAX_PAYLOAD, Buffer, Head

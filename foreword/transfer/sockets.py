@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.config import is_loopback
-from foreword.errors import ConfigError, PeerGone, TransferTimeout, TransferUnavailable
+from foreword.errors import ConfigError
+from foreword.host_addresses import is_loopback
+from foreword.transfer.errors import PeerGone, TransferTimeout, TransferUnavailable
 from foreword.transfer.wire_format import Buffer
 
 POLL_SECONDS: Final = 0.25

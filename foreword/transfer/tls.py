@@ -15,8 +15,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final, cast
 
-from foreword.errors import ConfigError, PeerRejected, TransferTimeout, TransferUnavailable
+from foreword.errors import ConfigError
 from foreword.store_config import EncryptionConfig
+from foreword.transfer.errors import PeerRejected, TransferTimeout, TransferUnavailable
 from foreword.transfer.sockets import SocketStream
 from foreword.transfer.wire_format import Buffer
 from foreword.transfer_config import TransferConfig

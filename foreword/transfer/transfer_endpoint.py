@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from foreword.config import parse_bytes
-from foreword.errors import ConfigError, PeerGone, PeerRejected, TransferError, TransferUnavailable
+from foreword.errors import ConfigError
 from foreword.store.background import background_thread
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.connection import Connection
+from foreword.transfer.errors import PeerGone, PeerRejected, TransferError, TransferUnavailable
 from foreword.transfer.fetch import FetchServer
 from foreword.transfer.handshake import LINKS, WRONG_SECRET, Identity, agree
 from foreword.transfer.protocol import State, Timings, TransferEvent

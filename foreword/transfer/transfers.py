@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from foreword.blocks.layout import Layout
-from foreword.errors import TransferError
 from foreword.transfer.channel import Channel
+from foreword.transfer.errors import TransferError
 from foreword.transfer.link import Payload, Received
 from foreword.transfer.parts import ReceivedParts, payload_bytes
 from foreword.transfer.protocol import Action, Role, State, Timings, Transfer, TransferEvent, TransferOutcome

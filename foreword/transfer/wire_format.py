@@ -32,7 +32,7 @@ import xxhash
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import NAME_BYTES
 from foreword.decoders import decode_msgpack
-from foreword.errors import BadMessage
+from foreword.transfer.errors import BadMessage
 
 MAGIC: Final = b"FWTX"
 VERSION: Final = 1

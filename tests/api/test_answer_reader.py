@@ -12,8 +12,9 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.api.dialects.answer_reader import AnswerReader, check_whole, read_error
+from foreword.api.dialects.answer_reader import check_whole, read_error
 from foreword.api.dialects.chat_request import write_request
+from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.dialect_writers import writer_for
 from foreword.api.dialects.registry import DIALECTS
@@ -21,7 +22,8 @@ from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text, TokenEntry
 from foreword.api.request import DialectName, GenerateRequest
 from foreword.api.sse import DONE, EventParser
-from foreword.errors import BadRequest, PromptTooLong, QueueFull, ReplicaFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import PromptTooLong, QueueFull, ReplicaFailed
 
 LIMITS = Limits.for_model(4096)
 HEAD = ResponseHead("chatcmpl-1", "nano", 1700000000, "fp")
@@ -129,14 +131,14 @@ def output(deltas: list[ChoiceDelta]) -> tuple[list[tuple[str, str, str, str]], 
     return [(block.kind, block.id, block.name, block.text) for block in choice.blocks], choice.finish_reason
 
 
-def streamed(*deltas: ChoiceDelta) -> tuple[list[ChoiceDelta], AnswerReader]:
+def streamed(*deltas: ChoiceDelta) -> tuple[list[ChoiceDelta], ChoiceReader]:
     """What a reader makes of a chat writer's stream."""
     request = parse(
         "chat", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
     )
     writer = writer_for(request, HEAD)
     raw = b"".join(event for delta in deltas for event in writer.events(delta)) + writer.end(USAGE, {"reason": "new"})
-    reader, read = AnswerReader(), list[ChoiceDelta]()
+    reader, read = ChoiceReader(), list[ChoiceDelta]()
     for event in raw.split(b"\n\n")[:-2]:
         read += reader.read_deltas(event.removeprefix(b"data: "))
     return read, reader
@@ -162,7 +164,7 @@ def test_whole_responses_are_read() -> None:
     writer = writer_for(parse("chat", messages=[{"role": "user", "content": "x"}]), HEAD)
     for delta in SENTENCE:
         writer.add(delta)
-    reader = AnswerReader()
+    reader = ChoiceReader()
     assert output([reader.read_whole(to_json(writer.whole(USAGE)))]) == output(list(SENTENCE))
     assert reader.counts.prompt == 7
 
@@ -173,7 +175,7 @@ def chunk(**delta: Any) -> bytes:
 
 def test_other_servers_habits() -> None:
     """`reasoning` for `reasoning_content`, calls without index or id, ids that are repeated, "stop" after a named call."""
-    reader = AnswerReader()
+    reader = ChoiceReader()
     pieces = [
         *reader.read_deltas(chunk(reasoning="hm"))[0].pieces,
         *reader.read_deltas(chunk(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]))[0].pieces,
@@ -212,9 +214,9 @@ def test_other_servers_habits() -> None:
 def test_wrong_shapes_are_the_replicas_fault(data: bytes) -> None:
     """Whatever a replica sends instead of chat completions is ReplicaFailed, streamed or whole."""
     with pytest.raises(ReplicaFailed):
-        AnswerReader().read_deltas(data)
+        ChoiceReader().read_deltas(data)
     with pytest.raises(ReplicaFailed):
-        AnswerReader().read_whole(data.replace(b"delta", b"message"))
+        ChoiceReader().read_whole(data.replace(b"delta", b"message"))
 
 
 anything = st.recursive(
@@ -238,7 +240,7 @@ anything = st.recursive(
 def test_any_json_is_read_or_refused(value: Any) -> None:
     """Any JSON is read, or raises ReplicaFailed or BadRequest."""
     data = json.dumps(value).encode()
-    for read in (AnswerReader().read_deltas, AnswerReader().read_whole):
+    for read in (ChoiceReader().read_deltas, ChoiceReader().read_whole):
         with contextlib.suppress(ReplicaFailed, BadRequest):
             assert all(isinstance(delta, ChoiceDelta) for delta in read(data))
 
@@ -252,7 +254,7 @@ def test_errors_keep_their_kind() -> None:
     assert isinstance(read_error(400, long), PromptTooLong)
     assert isinstance(read_error(429, b"slow"), QueueFull) and isinstance(read_error(200, b""), ReplicaFailed)
     with pytest.raises(BadRequest, match="no"):
-        AnswerReader().read_deltas(refused)
+        ChoiceReader().read_deltas(refused)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -270,7 +272,7 @@ def test_counts_of_every_dialect(dialect: DialectName) -> None:
     events = [*writer.start(USAGE), *(event for delta in SENTENCE for event in writer.events(delta)), writer.end(USAGE)]
     for delta in SENTENCE:
         whole.add(delta)
-    reader, parser = AnswerReader(), EventParser()
+    reader, parser = ChoiceReader(), EventParser()
     for event in parser.feed(b"".join(events)):
         if event.data != DONE:
             assert not reader.ended

@@ -16,7 +16,8 @@ from foreword.api.dialects.messages import parse, parse_count
 from foreword.api.dialects.messages_writer import usage_of
 from foreword.api.output import ChoiceDelta, Text
 from foreword.api.request import CacheBreakpoint, GenerateRequest, OutputFormat, Tool, ToolCall, ToolChoice
-from foreword.errors import BadRequest, EngineFailed, QueueFull
+from foreword.errors import BadRequest
+from foreword.request_errors import EngineFailed, QueueFull
 
 LIMITS = Limits.for_model(4096)
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -23,7 +23,8 @@ from foreword.api.output import (
     Usage,
 )
 from foreword.api.request import CacheBreakpoint, DialectName, GenerateRequest, OutputFormat, Tool, ToolCall, ToolChoice
-from foreword.errors import BadRequest, EngineFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import EngineFailed
 
 LIMITS = Limits.for_model(4096)
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Now.", "parameters": WEATHER}}

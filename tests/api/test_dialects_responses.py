@@ -19,7 +19,8 @@ from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Text, TokenEntry
 from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
-from foreword.errors import BadRequest, EngineFailed
+from foreword.errors import BadRequest
+from foreword.request_errors import EngineFailed
 
 LIMITS = Limits.for_model(4096)
 TOOL: Any = {"type": "function", "name": "weather", "description": "Now.", "parameters": WEATHER, "strict": True}

@@ -10,7 +10,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.api.dialects.answer_reader import AnswerReader
+from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.dialect_writers import writer_for
 from foreword.api.dialects.registry import DIALECTS
@@ -81,7 +81,7 @@ def blocks(deltas: Sequence[ChoiceDelta]) -> list[tuple[str, str, str]]:
 @given(outputs())
 def test_chat(deltas: list[ChoiceDelta]) -> None:
     """A reader of the stream gets what a reader of the whole response gets."""
-    reader, other = AnswerReader(), AnswerReader()
+    reader, other = ChoiceReader(), ChoiceReader()
     read = [delta for event in streamed("chat", deltas) for delta in reader.read_deltas(json.dumps(event).encode())]
     at_once = [other.read_whole(json.dumps(whole("chat", deltas)).encode())]
     kinds = ("text", "reasoning", "call")

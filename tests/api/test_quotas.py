@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.api.quotas import Bucket, Quota, Quotas
-from foreword.errors import ConfigError, RateLimited
+from foreword.errors import ConfigError
+from foreword.request_errors import RateLimited
 
 
 def test_requests_per_minute() -> None:

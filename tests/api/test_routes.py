@@ -17,7 +17,7 @@ from foreword.api.front import Call, Handler
 from foreword.api.rights import Rights
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Query, Right, Route, Routes
 from foreword.api.tenants import Tenant, Tenants
-from foreword.errors import Forbidden, Unauthorized
+from foreword.request_errors import Forbidden, Unauthorized
 from foreword.server.model_api import DetokenizeBody
 from foreword.usage import TokenUsage
 

@@ -17,7 +17,8 @@ from tiny import Reference, prompt
 from foreword.engine.request import Completion, Delta, Request, SamplingParams
 from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.errors import BadRequest, EngineFailed, PromptTooLong, ShuttingDown
+from foreword.errors import BadRequest
+from foreword.request_errors import EngineFailed, PromptTooLong, ShuttingDown
 
 Find = Callable[[str], Reference]
 _ids = itertools.count()

@@ -23,8 +23,8 @@ from foreword.engine.prompt_leases import EngineLeases
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.entrypoints.cache_requests import release
 from foreword.entrypoints.llm import LLM
-from foreword.errors import RequestFailed
 from foreword.events import Event, RequestBroken
+from foreword.request_errors import RequestFailed
 from foreword.tokens.stops import ReasoningSpan
 
 ROOT = str(Path(foreword.__file__).parent)

@@ -18,7 +18,7 @@ from example_counts import represented
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.blocks.leases import Leases
 from foreword.blocks.prefix_cache import PrefixCache
-from foreword.blocks.public import public_keys
+from foreword.blocks.public_blocks import public_keys
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.retention import Retention, RetentionAnswer
 from foreword.blocks.salt import PUBLIC, Salt, tenant_digest

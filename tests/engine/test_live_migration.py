@@ -21,9 +21,10 @@ from foreword.disaggregation.kv_transfer import KVRange, KVSend
 from foreword.disaggregation.live_migration import GROWTH
 from foreword.engine.request import Delta, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.errors import CannotMigrate, NotFound, TransferError
+from foreword.errors import NotFound
 from foreword.tokens.structured_output import StructuredOutput
 from foreword.transfer.connection import Connection
+from foreword.transfer.errors import CannotMigrate, TransferError
 from foreword.transfer.transfers import KVSource
 
 GREEDY = SamplingParams(max_tokens=120, temperature=0.0, logprobs=2, ignore_eos=True)

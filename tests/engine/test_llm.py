@@ -14,14 +14,9 @@ from tiny import Reference, greedy, prompt
 
 from foreword.engine.request import SamplingParams
 from foreword.entrypoints.llm import LLM
-from foreword.errors import (
-    BadRequest,
-    ConfigError,
-    EngineFailed,
-    PrefixBudgetExceeded,
-    PromptTooLong,
-    UnknownPrefix,
-)
+from foreword.errors import BadRequest, ConfigError
+from foreword.prefixes.errors import PrefixBudgetExceeded, UnknownPrefix
+from foreword.request_errors import EngineFailed, PromptTooLong
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]

@@ -18,13 +18,13 @@ from tiny import VOCAB, greedy
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import PREFIX_BYTES
-from foreword.blocks.public import public_keys
+from foreword.blocks.public_blocks import public_keys
 from foreword.blocks.salt import PUBLIC, Salt, derive_salt
 from foreword.engine.request import CacheReport, Request
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.errors import UnknownPrefix
 from foreword.prefixes.erasure import forget_chain, forget_prefix
+from foreword.prefixes.errors import UnknownPrefix
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store

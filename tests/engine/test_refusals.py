@@ -22,7 +22,8 @@ from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.llm import LLM
-from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, PromptTooLong
+from foreword.errors import ConfigError, ModelUnsupported
+from foreword.request_errors import ModelNotFound, PromptTooLong
 
 SIZES: dict[str, Any] = {"vocab_size": tiny.VOCAB, "hidden_size": 32}
 

@@ -13,7 +13,8 @@ from tiny import EOS, prompt
 
 from foreword.engine.request import Delta, SamplingParams
 from foreword.entrypoints.llm import LLM
-from foreword.errors import BadRequest, PromptTooLong
+from foreword.errors import BadRequest
+from foreword.request_errors import PromptTooLong
 from foreword.tokens.stops import ReasoningSpan, StopFinder
 
 

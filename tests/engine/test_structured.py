@@ -20,7 +20,8 @@ from foreword.engine.structured.compiler import check_schema
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
-from foreword.errors import BadRequest, GrammarTooComplex
+from foreword.errors import BadRequest
+from foreword.request_errors import GrammarTooComplex
 from foreword.tokens.structured_output import MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH, StructuredOutput
 
 PERSON = {

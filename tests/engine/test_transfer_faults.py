@@ -19,7 +19,7 @@ from pair import PATIENCE, QUICK, Answer, Node, ask, node, request, until
 from tiny import prompt
 
 from foreword.engine.request import SamplingParams
-from foreword.errors import TransferError
+from foreword.transfer.errors import TransferError
 
 PARAMS = SamplingParams(max_tokens=8, seed=7, logprobs=1)
 MOVING = SamplingParams(max_tokens=200, seed=7, logprobs=1, ignore_eos=True)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm_stub import stubbed_vllm
 
+from foreword.blocks.keys import Scope
+from foreword.blocks.retention import RetentionAnswer
+from foreword.blocks.salt import NO_SALT, PUBLIC
 from foreword.errors import ConfigError
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Reach
@@ -72,3 +77,18 @@ def test_events_say_nothing_of_the_tiers(
     store = TieredStore([])
     assert parts.tier_watch(store, ()) is parts.tier_events(tiers, [1], [16]) is None
     assert PACKAGE in caplog.text
+
+
+def test_wishes_are_refused(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the extras a request that wants to keep its prompt, or names its session, is computed, and the answers to both
+    say what to install, in the form that the extras give them."""
+    monkeypatch.setitem(sys.modules, f"{EXTRAS}.control", None)
+    control = vllm("control_extra").engine_control(None, TieredStore([]))
+    params = {"foreword_cache": [{"end": 16}], "foreword_session": {"id": "one"}}
+    state = SimpleNamespace(request=SimpleNamespace(kv_transfer_params=params))
+    answers = control.ended(state, NO_SALT, ())
+    [kept] = answers["foreword_cache"]
+    assert PACKAGE in kept["reason"] and RetentionAnswer(**kept) == RetentionAnswer("refused", 0, None, kept["reason"])
+    assert kept.keys() == {field.name for field in fields(RetentionAnswer)}
+    assert PACKAGE in answers["foreword_session"]["error"]
+    assert not control.chain(Scope(b"m", 16, PUBLIC), range(32), ()).public, "no blocks are public"

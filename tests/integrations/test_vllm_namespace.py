@@ -19,6 +19,7 @@ from vllm_process import PYTHON, disk, run
 import foreword
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.errors import BadRecord, StoreError
+from foreword.integrations.model_identity import weights_digest
 from foreword.integrations.vllm.namespace import (
     CODE,
     NAMESPACES,
@@ -32,11 +33,10 @@ from foreword.integrations.vllm.namespace import (
     layout_words,
     note_unmeasured,
     plain_dtype,
-    recorded,
     resolved_config,
     tolerance,
 )
-from foreword.integrations.weight_files import weights_digest
+from foreword.integrations.vllm_middleware.recorded_namespace import recorded
 from foreword.referee.models import KINDS, fresh_prompts
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store

@@ -22,13 +22,14 @@ from vllm_stub import stubbed_vllm
 
 from foreword.blocks.salt import Salt
 from foreword.conformance import FlakyStore, soon
-from foreword.errors import ConfigError, TransferRefused
+from foreword.errors import ConfigError
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
 from foreword.router.replica_metrics import parse_metrics
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore
+from foreword.transfer.errors import TransferRefused
 
 SECRET = "a secret of the right length for tests"
 

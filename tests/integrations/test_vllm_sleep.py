@@ -206,7 +206,7 @@ def test_leased_blocks(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPat
     staging = StagingArena([[cache]], 8)
     leases = vllm("vllm_extras.endpoints").KVLeases([layout], staging, [], WITHIN)
     save = vllm("step_messages").BlockSave(0, ROOT, KEYS[:2], b"p" * 32, 0, (3, 7))
-    leases.add(vllm("step_messages").BlockLease("request", b"l" * 16, (save,), ()))
+    leases.add(vllm("vllm_extras.step_parts").BlockLease("request", b"l" * 16, (save,), ()))
     names = [chain_prefix(layout.fingerprint, ROOT) + key for key in KEYS[:2]]
     assert leases.locate(names, WITHIN) == 2
     gate = Gate(staging, "gather", monkeypatch)

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from foreword.errors import ModelUnsupported
 from foreword.integrations import tensor_files
+from foreword.integrations.model_identity import weights_digest
 from foreword.integrations.tensor_files import file_tensors
-from foreword.integrations.weight_files import read_checkpoint, weights_digest
+from foreword.integrations.weight_files import read_checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)

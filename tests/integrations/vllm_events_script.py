@@ -37,7 +37,7 @@ def events(endpoint: str) -> list[dict[str, Any]]:
 
 def mark(engine: Engine, tokens: list[int]) -> None:
     """Write the record of a public prefix, as a server's middleware does, and wait until the connector has read it."""
-    from foreword.blocks.public import public_keys, public_root
+    from foreword.blocks.public_blocks import public_keys, public_root
     from foreword.blocks.salt import NO_SALT, PUBLIC
     from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
     from foreword.store.shared_records import SharedRecords
@@ -52,7 +52,7 @@ def mark(engine: Engine, tokens: list[int]) -> None:
     )  # fmt: skip
     store = worker_of(engine.llm).offload.store
     SharedRecords(store, PREFIXES).put(PREFIXES.key(info.model.hex()[:32], PUBLIC.digest.hex(), "law"), record)
-    engine.until(lambda: connector.control.public.keys == frozenset(keys))
+    engine.until(lambda: connector.control.chain(scope, tokens, ()).public == len(keys))
 
 
 def main() -> None:

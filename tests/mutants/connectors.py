@@ -18,13 +18,13 @@ from vllm.v1.request import RequestStatus
 from foreword.blocks import keys as block_keys
 from foreword.blocks.layout import Layout
 from foreword.blocks.resume import GroupKind
+from foreword.integrations.model_identity import weights_digest
 from foreword.integrations.vllm import connector_config, request_identity, scheduler_side
 from foreword.integrations.vllm.connector import ForewordConnector
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.request_identity import AdapterFiles, MediaDigests, RequestIdentity
 from foreword.integrations.vllm.step_messages import BlockLoad, BlockSave, ForewordConnectorMetadata
 from foreword.integrations.vllm.weights import LoadedAdapters
-from foreword.integrations.weight_files import weights_digest
 from foreword.offload.load_plan import GroupBlocks
 from foreword.store import tier
 from foreword.store.base import Store

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.blocks.public import public_keys
+from foreword.blocks.public_blocks import public_keys
 from foreword.blocks.salt import NO_SALT, PUBLIC, Salt
 from foreword.routing.directory import NOTHING, CacheTier, Directory
 from foreword.routing.event_feed import KeyTable, KvEventFeed

@@ -9,6 +9,7 @@ from example_counts import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.errors import ConfigError, NotFound
@@ -343,6 +344,78 @@ def test_full_memory_makes_others_cheaper() -> None:
     by_name = {one.replica: one for one in fleet.place(asked, 21.0).estimates}
     assert by_name["a"].memory > 0 == by_name["b"].memory
     assert fleet.place(asked, 21.0).replica == "b"
+
+
+def test_a_prefix_that_requests_share_is_in_memory_once() -> None:
+    """Requests in flight with one prefix need its KV memory once, until the last of them has ended, and another one with that
+    prefix waits for no more memory than its own part takes."""
+    fleet = fleet_of("a", capacity_tokens=5000)
+    document = text(1, 3200)
+    for number in range(3):
+        asked = query(document + text(number, 160))
+        fleet.sent(str(number), asked, fleet.place(asked, 0.0), 0.0)
+        fleet.first_token(str(number), 4.0)
+    replica = fleet.replicas["a"]
+    assert 3200 <= replica.load.resident <= 3200 + 3 * (160 + 256 + 256)
+    for number in range(2):
+        fleet.finished(str(number), 20.0, output_tokens=100)
+    assert 3360 <= replica.load.resident <= 3200 + 160 + 256 + 256
+    fits, waits = (fleet.place(query(asked), 21.0).estimates[0].memory for asked in (document, text(9, 3200)))
+    assert fits == 0 < waits
+    fleet.failed("2", 22.0)
+    assert replica.load.resident == 0
+
+
+@pytest.mark.parametrize("capacity", [3000, 100_000])
+def test_a_wait_for_memory_is_not_the_speed_of_a_replica(capacity: int) -> None:
+    """Where the requests in flight need more KV memory than there is, neither a head that is overdue nor the TTFTs of those
+    sent meanwhile make the replica seem slow. Where memory is free, both do."""
+    fleet = fleet_of("a", capacity_tokens=capacity)
+    model, seconds = fleet.replicas["a"].cost_model, 0.5
+    for number in range(60):  # its costs are measured before, on an empty replica
+        asked = query(text(number, 300 + 40 * number))
+        fleet.sent("before", asked, fleet.place(asked, 100.0 * number), 100.0 * number)
+        fleet.first_token("before", 100.0 * number + asked.tokens * 1e-3)
+        fleet.finished("before", 100.0 * number + 90, cached_tokens=0, output_tokens=1)
+    assert model.prefill_measured
+    now, asked = 6100.0, query(text(700, 500))
+    for number in range(60):
+        one = query(text(1000 + number, 2000 + 10 * number))
+        fleet.sent(f"holds {number}", one, fleet.place(one, now), now)
+        fleet.first_token(f"holds {number}", now + 2)
+        late = query(text(2000 + number, 1000 + 10 * number))
+        fleet.sent(f"late {number}", late, fleet.place(late, now + 3), now + 3)
+        if not number:
+            [found] = fleet.place(asked, now + 40).estimates
+            assert (found.compute > 2 * seconds) == (capacity > 3000)
+        fleet.first_token(f"late {number}", now + 50)
+        fleet.finished(f"late {number}", now + 51, cached_tokens=0, output_tokens=1)
+        fleet.failed(f"holds {number}", now + 51)
+        now += 52
+    [found] = fleet.place(asked, now + 1).estimates
+    assert (found.total > 2 * seconds) == (capacity > 3000)
+
+
+def test_those_that_fill_the_shortest_queue_are_counted() -> None:
+    """Candidates say how many requests come while the shortest queue becomes a second longer against the next one: the time
+    between them and their own prefill fill it. A prompt that goes to a longer queue does not count, nor do those long ago."""
+    fleet = fleet_of("a", "b")
+    for number in range(1200):
+        serve(fleet, str(number), query(text(number, 160)), now=number / 2)
+    asked = query(text(1, 16))
+    one, other = fleet.candidates(asked, 600.0)
+    assert one.filling == other.filling == pytest.approx(1 / (0.5 + 0.16), rel=0.05)
+    for number in range(2):
+        busy = query(text(5000 + number, 3000))
+        to_a = CostPolicy().choose(busy, fleet.candidates(busy, 600.0)[:1])
+        fleet.sent(f"busy {number}", busy, to_a, 600.0)
+    assert fleet.candidates(asked, 600.0)[0].filling < one.filling
+    before = fleet.candidates(asked, 600.0)[0].filling
+    longer = query(text(7000, 3000))
+    both = fleet.place(longer, 600.0)
+    fleet.sent("longer", longer, replace(both, replica="a"), 600.0)
+    assert fleet.candidates(asked, 600.0)[0].filling == before
+    assert fleet.candidates(asked, 1200.0)[0].filling < 0.01
 
 
 def test_replicas_with_other_block_sizes() -> None:

@@ -333,3 +333,37 @@ def test_long_waits_weigh_more(wait: float, usual: float, behind: int) -> None:
     assert one.delays == pytest.approx(behind * (1 + age**2) * one.prefill)
     assert two.queue + two.ageing >= 2 * (one.queue + one.ageing) * (1 - 1e-9)
     assert one.price >= one.total
+
+
+def test_the_shortest_queue_is_kept_for_those_that_come() -> None:
+    """Two come for each second of the gap of 2 s between the queues of 1 s and 3 s. A prompt of 4 s fills it, which costs them
+    2 * 2² / 2 = 4 s, as the explanation says, so it waits longer behind others; one of 0.1 s costs them 0.37 s."""
+
+    def placed(tokens: int, filling: float) -> tuple[str | None, CostEstimate, str]:
+        found = [
+            candidate(name, queued_tokens=queued, queued=1)._replace(filling=filling)
+            for name, queued in (("a", 1000), ("b", 3000), ("c", 5000))
+        ]
+        decision = CostPolicy().choose(query(tokens), found)
+        return decision.replica, decision.estimates[0], decision.in_words()
+
+    replica, shortest, words = placed(4000, 2.0)
+    assert shortest.coming == pytest.approx(4.0)
+    assert replica == "b" and "4.00 s for those that will come" in words
+    assert placed(4000, 0.5)[0] == "a"
+    assert placed(4000, 0.0)[0] == placed(96, 2.0)[0] == "a"
+    assert placed(96, 2.0)[1].coming == pytest.approx(2.0**2 - 1.904**2)
+    assert all(one.coming == 0 for one in CostPolicy().choose(query(4000), [candidate("a"), candidate("b")]).estimates)
+
+
+@pytest.mark.parametrize("idle", [1, 2])
+def test_the_last_idle_replica_is_kept_for_short_prompts(idle: int) -> None:
+    """While others are busy, a long prompt takes an idle replica if there is another one, or one that stands for several."""
+    found = [candidate(f"busy-{i}", queued_tokens=6000, queued=1)._replace(filling=20.0) for i in range(3)]
+    one = candidate("idle")._replace(filling=20.0)
+    alone = CostPolicy().choose(query(20_000), [*found, one])
+    more = CostPolicy().choose(query(20_000), [*found, one._replace(stands_for=2.0)])
+    others = CostPolicy().choose(query(20_000), [*found, *(one._replace(name=f"idle-{i}") for i in range(idle))])
+    assert alone.replica is not None and alone.replica.startswith("busy")
+    assert more.replica == "idle"
+    assert others.replica is not None and others.replica.startswith("idle" if idle > 1 else "busy")

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from foreword.errors import ConfigError, QueueFull
+from foreword.errors import ConfigError
+from foreword.request_errors import QueueFull
 from foreword.routing.queue import FairQueue, QueueEntry
 
 TENANTS = ("a", "b", "c", "d")

@@ -64,9 +64,9 @@ from stranger_messages import (
 
 from foreword.api.event_curve import secure_subscriber
 from foreword.api.tenants import Tenants
-from foreword.errors import TransferError
 from foreword.kv_event_wire import REPLAY_END, encode_number
 from foreword.process_config import ServerConfig
+from foreword.transfer.errors import TransferError
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService
 from foreword.transfer_config import TransferConfig

@@ -32,7 +32,7 @@ def test_a_request_is_an_object(capsys: pytest.CaptureFixture[str]) -> None:
     of the line; what is not known is left out."""
     configure_logging("info", "json")
     usage = TokenUsage(prompt=2139, output=32, cached=2048, model="m")
-    log_request("POST", "/v1/completions", 200, 0.5, "r1", Access("team", usage, "http://a:1", 0.05))
+    log_request("POST", "/v1/completions", 200, 0.5, "r1", lambda: Access("team", usage, "http://a:1", 0.05))
     log_request("GET", "/v1/models", 401, 0.25, "r2")
     first, second = objects(capsys)
     assert first.pop("time").endswith("+00:00") and first.pop("message") == "POST /v1/completions 200 0.500 s [r1]"
@@ -58,5 +58,5 @@ def test_any_line_is_an_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_text_is_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     """Without the option a line is text."""
     configure_logging("info")
-    log_request("GET", "/v1/models", 200, 0.25, "r2", Access("team"))
+    log_request("GET", "/v1/models", 200, 0.25, "r2", lambda: Access("team"))
     assert capsys.readouterr().err.endswith("INFO GET /v1/models 200 0.250 s [r2]\n")

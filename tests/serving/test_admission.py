@@ -10,7 +10,8 @@ import pytest
 
 from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
 from foreword.engine.request import Request, SamplingParams
-from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
+from foreword.errors import BadRequest
+from foreword.request_errors import EngineFailed, NotReady, QueueFull, ShuttingDown
 from foreword.server.admission import Admission
 
 

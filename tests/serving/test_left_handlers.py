@@ -16,11 +16,11 @@ from small_front import Client, front, route
 
 from foreword.api import http
 from foreword.api.dialects.decode import Body
-from foreword.api.event_stream import send_events
 from foreword.api.front import Call, Front
 from foreword.api.routes import NO_BODY, JsonBody, Meter
 from foreword.errors import BadRequest, StoreError
 from foreword.process_config import ServerConfig
+from foreword.server.sent_events import send_events
 from foreword.tasks import background, shared, to_its_end
 
 KINDS = [

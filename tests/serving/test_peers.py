@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from foreword.configuration import Config
-from foreword.errors import BadRequest, ConfigError, Forbidden
+from foreword.errors import BadRequest, ConfigError
 from foreword.process_config import ServerConfig
+from foreword.request_errors import Forbidden
 from foreword.server.peers import Peers
 from foreword.store_config import StoreConfig
 from foreword.transfer_config import TransferConfig

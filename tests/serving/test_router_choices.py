@@ -14,7 +14,7 @@ from scripted_replica import ScriptedReplica
 
 from foreword.api.dialects.decode import Limits
 from foreword.api.sse import EventParser, ServerSentEvent
-from foreword.errors import ReplicaFailed
+from foreword.request_errors import ReplicaFailed
 from foreword.router.choice_stream import NotReproduced
 from foreword.router.replica_body import asks_ids, parse_request
 from foreword.router.response_stream import ResponseStream

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from small_front import Client, front, route
 
-from foreword.api.event_stream import send_events
 from foreword.api.front import Answer, Call, Front
 from foreword.api.sse import encode
-from foreword.errors import EngineFailed
+from foreword.request_errors import EngineFailed
 from foreword.server.generate_api import merge
+from foreword.server.sent_events import send_events
 
 
 class Source:

@@ -11,8 +11,9 @@ from shared_server import SharedServers, words
 
 from foreword.api.tenants import Tenants
 from foreword.blocks.salt import derive_salt
-from foreword.errors import ConfigError, Unauthorized
+from foreword.errors import ConfigError
 from foreword.process_config import ServerConfig
+from foreword.request_errors import Unauthorized
 
 
 def cached(shared: SharedServers, key: str, prompt: str, **more: Any) -> int:

@@ -18,13 +18,13 @@ from servers import RedisServer, S3Server
 
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.blocks.salt import Salt, ungenerated, with_generation
+from foreword.blocks.salt import Salt, ungenerated
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import BadFrame, ConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import KEY_STORE, PlaceOutcome, forget_tenant
 from foreword.store import data_keys, master_keys
 from foreword.store.base import FOREIGN, Store
-from foreword.store.data_keys import SHARED, DataKey, DataKeys, data_keys_of
+from foreword.store.data_keys import SHARED, DataKey, DataKeys, data_keys_of, with_generation
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.engine_store import EngineStore
 from foreword.store.frame import ENCRYPTED, HEADER_BYTES, RAW, Frame, Header, check, frame

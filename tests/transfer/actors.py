@@ -9,7 +9,7 @@ from hashlib import sha256
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.pool import BlockPool
-from foreword.errors import TransferError
+from foreword.transfer.errors import TransferError
 from foreword.transfer.link import Payload
 from foreword.transfer.parts import payload_bytes, split
 from foreword.transfer.transfers import KVDestination, KVSource, TransferService, TransferSide

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import pytest
 
-from foreword.errors import TransferError, TransferTimeout, TransferUnavailable
+from foreword.transfer.errors import TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.link import Link, Received
 from foreword.transfer.wire_format import Finished, Frames, Heartbeat, KVPart, Taken
 

@@ -30,6 +30,7 @@ from foreword.blocks.layout import LayerLayout, Layout, block_names
 from foreword.disaggregation.kv_transfer import KVReceive
 from foreword.disaggregation.kv_view import KVView
 from foreword.engine.engine_stores import EngineStores
+from foreword.integrations.vllm_extras.step_parts import BlockLease
 from foreword.offload import direct_tier
 from foreword.offload.device import Stream
 from foreword.offload.ring import DeviceRing
@@ -255,7 +256,7 @@ def leases(engine: BusyDevice) -> None:
             return messages.BlockSave(0, ROOT, KEYS[number : number + 1], ROOT, number, (block,))
 
         engine.begin_step()
-        kept.add(messages.BlockLease("request", b"l" * 16, (saved(0, 7),), (saved(1, 3),)))
+        kept.add(BlockLease("request", b"l" * 16, (saved(0, 7),), (saved(1, 3),)))
         engine.submit(Stream.COMPUTE, lambda: cache[3].fill_(99))  # the next step
         names = block_names(LAYOUT.fingerprint, ROOT, KEYS[:2])
         assert kept.locate(names, WITHIN) == 2
@@ -302,7 +303,7 @@ def test_copies_for_others_hang_once(monkeypatch: pytest.MonkeyPatch) -> None:
         saves = tuple(
             messages.BlockSave(0, ROOT, KEYS[at : at + 1], ROOT, at, (at,)) for at in range(BLOCKS) for _ in range(3)
         )
-        kept.add(messages.BlockLease("request", b"l" * 16, (), saves))
+        kept.add(BlockLease("request", b"l" * 16, (), saves))
         assert len(deadlines) == len(saves) - 4, "half of the slots are for copies"
         assert deadlines[0] > 1.0 and max(deadlines[1:]) <= 0.0
         engine.end_step()

@@ -16,9 +16,10 @@ from link_contract import child
 from networks import over_each_link
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.errors import ConfigError, PeerRejected, TransferError
+from foreword.errors import ConfigError
 from foreword.transfer import handshake
 from foreword.transfer.connection import Connection
+from foreword.transfer.errors import PeerRejected, TransferError
 from foreword.transfer.protocol import State, TransferOutcome
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, TransferService

@@ -22,7 +22,7 @@ from actors import PATIENCE, QUICK, Decode, Prefill, Recorder, config, keys_of, 
 from link_contract import child
 from test_faults import Line
 
-from foreword.errors import PeerGone
+from foreword.transfer.errors import PeerGone
 from foreword.transfer.protocol import TransferOutcome
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 

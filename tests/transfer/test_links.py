@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from link_contract import ID, LinkContract, pair, soon
 
-from foreword.errors import BadMessage, ConfigError, PeerGone, TransferError
+from foreword.errors import ConfigError
+from foreword.transfer.errors import BadMessage, PeerGone, TransferError
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link, ReceiveBuffers, TcpLink
 from foreword.transfer.shm import FOLDER, OwnSegment, ReleaseOrder, RingAllocator, open_peers, remove_stale

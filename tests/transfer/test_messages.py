@@ -8,8 +8,8 @@ from example_counts import examples
 from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 
-from foreword.errors import BadMessage, TransferError
 from foreword.transfer import wire_format
+from foreword.transfer.errors import BadMessage, TransferError
 from foreword.transfer.wire_format import (
     HEAD_BYTES,
     MAX_METADATA,

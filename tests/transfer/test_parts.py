@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.errors import TransferError
+from foreword.transfer.errors import TransferError
 from foreword.transfer.parts import ReceivedParts, payload_bytes, split
 from foreword.transfer.wire_format import KVPart, join_keys, split_keys
 

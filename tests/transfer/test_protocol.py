@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from foreword.errors import ProtocolViolation, TransferError
+from foreword.transfer.errors import ProtocolViolation, TransferError
 from foreword.transfer.protocol import (
     COMMANDS,
     EXTERNAL,

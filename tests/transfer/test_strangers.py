@@ -15,8 +15,8 @@ from link_contract import soon
 from test_faults import SECRET
 
 from foreword.blocks.layout import NAME_BYTES
-from foreword.errors import BadMessage, TransferError, TransferTimeout
 from foreword.transfer import fetch, handshake
+from foreword.transfer.errors import BadMessage, TransferError, TransferTimeout
 from foreword.transfer.link import Link, TcpLink
 from foreword.transfer.sockets import SocketStream, tune
 from foreword.transfer.transfer_endpoint import PendingConnections, TransferEndpoint

@@ -23,14 +23,8 @@ from actors import (
 from networks import LINKS
 
 from foreword.blocks.layout import Layout
-from foreword.errors import (
-    PeerGone,
-    TransferError,
-    TransferRefused,
-    TransferTimeout,
-    TransferUnavailable,
-)
 from foreword.transfer.connection import Connection
+from foreword.transfer.errors import PeerGone, TransferError, TransferRefused, TransferTimeout, TransferUnavailable
 from foreword.transfer.link import Payload
 from foreword.transfer.protocol import Role, State, TransferOutcome
 from foreword.transfer.transfer_endpoint import TransferEndpoint

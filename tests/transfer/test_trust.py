@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from foreword.blocks.layout import NAME_BYTES
-from foreword.errors import ConfigError, PeerRejected, TransferError, TransferRefused
+from foreword.errors import ConfigError
+from foreword.transfer.errors import PeerRejected, TransferError, TransferRefused
 from foreword.transfer.protocol import TransferOutcome
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, TransferService

@@ -5,53 +5,26 @@ A wrong shape raises ReplicaFailed: a replica is not trusted to send what it sho
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from foreword.api.dialects.decode import NO_JSON, is_set
-from foreword.api.output import (
-    CallArguments,
-    CallStart,
-    ChoiceDelta,
-    FinishReason,
-    Piece,
-    PromptInfo,
-    Reasoning,
-    Text,
-    TokenEntry,
-    Usage,
-)
+from foreword.api.output import TokenEntry
 from foreword.decoders import decode_json, json_decoder
-from foreword.errors import (
-    BadRequest,
-    ForewordError,
-    NotFound,
-    PromptTooLong,
-    QueueFull,
-    ReplicaError,
-    ReplicaFailed,
-    RequestEnded,
-)
+from foreword.errors import BadRequest, ForewordError, NotFound
+from foreword.request_errors import PromptTooLong, QueueFull, ReplicaError, ReplicaFailed, RequestEnded
 from foreword.usage import TokenUsage
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
 Byte = Annotated[int, Meta(ge=0, le=255)]
 
-_FINISH_REASONS: Final[dict[str, FinishReason]] = {
-    "length": "length",
-    "tool_calls": "tool_calls",
-    "function_call": "tool_calls",
-    "content_filter": "content_filter",
-}
 _BROKEN: Final = ("abort", "error")
 # Statuses of errors in a stream that every replica would return.
 _CLIENT_ERRORS: Final = (400, 413, 422)
 _SHOWN: Final = 300
-_MOST_CALLS: Final = 1024
 # Fields of a delta that are text, or say nothing.
 _PLAIN: Final = frozenset(("role", "content", "refusal"))
 # The last events of Anthropic's messages and OpenAI's responses.
@@ -106,18 +79,18 @@ class _Usage(Struct):
         return UsageCounts(cached, output, prompt, after.reasoning_tokens)
 
 
-class _Function(Struct):
+class SpokenFunction(Struct):
     name: str | None = None
     arguments: str | None = None
 
 
-class _Call(Struct):
+class SpokenCall(Struct):
     index: Count | None = None
     id: str | None = None
-    function: _Function | None = None
+    function: SpokenFunction | None = None
 
 
-class _Spoken(Struct, gc=False):
+class Spoken(Struct, gc=False):
     """A delta, or a whole message."""
 
     role: str | None = None
@@ -125,7 +98,7 @@ class _Spoken(Struct, gc=False):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: list[SpokenCall] | None = None
 
 
 class _Alternative(Struct):
@@ -168,8 +141,8 @@ class AnswerChoice(Struct, gc=False):
 
     index: Count = 0
     text: str | None = None
-    delta: _Spoken | None = None
-    message: _Spoken | None = None
+    delta: Spoken | None = None
+    message: Spoken | None = None
     logprobs: Raw = NO_JSON
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -177,10 +150,10 @@ class AnswerChoice(Struct, gc=False):
     prompt_token_ids: list[TokenId] | None = None
 
     @property
-    def spoken(self) -> _Spoken | None:
+    def spoken(self) -> Spoken | None:
         """None without any content."""
         found = self.delta if self.delta is not None else self.message
-        return found if found is not None or self.text is None else _Spoken(content=self.text)
+        return found if found is not None or self.text is None else Spoken(content=self.text)
 
     @property
     def shown(self) -> str:
@@ -232,49 +205,6 @@ class _ErrorBody(Struct):
     detail: Any = None  # of servers on FastAPI
 
 
-@dataclass(slots=True)
-class _ChoiceState:
-    """The calls of one choice: those that began, by the index that the replica gives them."""
-
-    started: set[int] = field(default_factory=set)
-    last: int = -1
-
-    def pieces(self, spoken: _Spoken) -> tuple[Piece, ...]:
-        pieces: list[Piece] = []
-        if reasoning := spoken.reasoning_content or spoken.reasoning:
-            pieces.append(Reasoning(reasoning))
-        if text := spoken.content or spoken.refusal:
-            pieces.append(Text(text))
-        for call in spoken.tool_calls or ():
-            pieces += self._call(call)
-        return tuple(pieces)
-
-    def _call(self, call: _Call) -> list[Piece]:
-        function = call.function or _Function()
-        index = self._index(call)
-        pieces: list[Piece] = []
-        if index not in self.started:
-            if not function.name or len(self.started) >= _MOST_CALLS:
-                raise ReplicaFailed("the replica sent a tool call without a name, or too many of them")
-            self.started.add(index)
-            self.last = index
-            pieces.append(CallStart(index, call.id or f"call_{index}", function.name))
-        elif index != self.last and function.arguments:
-            raise ReplicaFailed("the replica mixes the arguments of several tool calls")
-        if function.arguments:
-            pieces.append(CallArguments(index, function.arguments))
-        return pieces
-
-    def _index(self, call: _Call) -> int:
-        if call.index is not None:
-            return call.index
-        return self.last + 1 if call.id or self.last < 0 else self.last
-
-    def finish_reason(self, reason: str) -> FinishReason:
-        # For a named tool, OpenAI and vLLM say "stop".
-        return _FINISH_REASONS.get(reason, "tool_calls" if self.started else "stop")
-
-
 class AnswerReader:
     """Reads one answer of any dialect: its events in order, or its whole body.
 
@@ -292,14 +222,6 @@ class AnswerReader:
         self.other = False
         self.ended = False
         self.last = NO_JSON
-        self._state = _ChoiceState()
-        self._prompt: PromptInfo | None = None
-
-    @property
-    def usage(self) -> Usage:
-        """The counts; those that did not arrive are 0."""
-        cached, output, prompt, reasoning = (count or 0 for count in self.counts)
-        return Usage(prompt, output, cached, reasoning_tokens=reasoning)
 
     def read(self, data: bytes) -> AnswerChunk:
         """The data of one event, or a whole body. Runs for every token.
@@ -353,40 +275,6 @@ class AnswerReader:
                 usage = _decode(nested, _Nested).usage
                 if usage is not None:
                     self._count(usage)
-
-    def read_deltas(self, data: bytes) -> list[ChoiceDelta]:
-        """The deltas in the data of one event of a chat or a completion with one choice. Raises as `read`."""
-        chunk = self.read(data)
-        if chunk.choices is UNSET:
-            raise ReplicaFailed("the replica sent JSON without choices")
-        if chunk.prompt_token_ids is not None:
-            self._prompt = PromptInfo(tuple(chunk.prompt_token_ids))
-        return [self._delta(choice) for choice in chunk.choices or ()]
-
-    def read_whole(self, data: bytes) -> ChoiceDelta:
-        """The choice of a whole response, as one delta. Raises as `read`."""
-        deltas = self.read_deltas(data)
-        if len(deltas) != 1:
-            raise ReplicaFailed(f"the replica sent {len(deltas)} choices, not one")
-        if deltas[0].finish_reason is None or self.counts.prompt is None:
-            raise ReplicaFailed("the replica sent a response without finish_reason or usage")
-        return deltas[0]
-
-    def _delta(self, choice: AnswerChoice) -> ChoiceDelta:
-        spoken = choice.spoken
-        if spoken is None or choice.index:
-            raise ReplicaFailed("the replica sent a choice without content, or one that was not asked for")
-        prompt, self._prompt = self._prompt, None
-        logprobs = choice.read_logprobs()
-        return ChoiceDelta(
-            choice.index,
-            self._state.pieces(spoken),
-            tuple(choice.token_ids or ()),
-            None if logprobs is None else logprobs.entries(),
-            None if choice.finish_reason is None else self._state.finish_reason(choice.finish_reason),
-            choice.stop_reason,
-            prompt,
-        )
 
 
 def read_usage(data: bytes) -> UsageCounts:

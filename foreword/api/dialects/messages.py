@@ -38,7 +38,7 @@ from foreword.api.request import (
     ToolCall,
     ToolChoice,
 )
-from foreword.errors import ThreadUnsupported
+from foreword.request_errors import ThreadUnsupported
 
 _ROLES: Final = ("user", "assistant", "system")
 # The client's own. All others are the provider's.

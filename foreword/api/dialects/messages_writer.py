@@ -14,8 +14,9 @@ from foreword.api.errors import ErrorResponse
 from foreword.api.errors import error_response as openai_error_response
 from foreword.api.output import CallArguments, ChoiceDelta, Piece, Text, TokenEntry, Usage
 from foreword.api.request import GenerateRequest
-from foreword.errors import ForewordError, ReplicaFailed
-from foreword.texts import utf8
+from foreword.api.sse import utf8
+from foreword.errors import ForewordError
+from foreword.request_errors import ReplicaFailed
 
 _STOP_REASONS: Final[Mapping[str | None, str | None]] = {
     None: None,

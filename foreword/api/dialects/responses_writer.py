@@ -12,7 +12,8 @@ from foreword.api.dialects.writer import BaseWriter, Block, ResponseHead, respon
 from foreword.api.output import ChoiceDelta, Piece, TokenEntry, Usage
 from foreword.api.request import GenerateRequest
 from foreword.decoders import decode_json
-from foreword.errors import ForewordError, ReplicaFailed
+from foreword.errors import ForewordError
+from foreword.request_errors import ReplicaFailed
 
 _ITEM_PREFIXES: Final = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _INCOMPLETE: Final[Mapping[str | None, str]] = {"length": "max_output_tokens", "content_filter": "content_filter"}

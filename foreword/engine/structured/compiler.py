@@ -29,8 +29,9 @@ from foreword.blocks.bounded import Bounded
 from foreword.engine.structured.closing import ClosingPath, examples
 from foreword.engine.structured.sequence_constraint import Constraint
 from foreword.engine.structured.vocabulary import Vocabulary
-from foreword.errors import BadRequest, QueueFull
+from foreword.errors import BadRequest
 from foreword.futures import complete
+from foreword.request_errors import QueueFull
 from foreword.store.background import background_thread
 from foreword.tokens.structured_output import (
     MAX_CHOICES,

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.kv_events import KVCacheEvent
@@ -37,7 +37,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
 from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
 from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook, quick
-from foreword.integrations.vllm.extra_parts import ChangeEvents
 from foreword.integrations.vllm.give_back import give_back
 from foreword.integrations.vllm.kv_probe import calling_multi_connector, calling_worker, open_when_warm
 from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
@@ -50,6 +49,9 @@ from foreword.integrations.vllm.step_messages import (
 from foreword.integrations.vllm.weight_changes import notice_changes
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.integrations.vllm.worker_side import ForewordConnectorWorker, told_by_stores, worker_of
+
+if TYPE_CHECKING:
+    from foreword.integrations.vllm_extras.interfaces import ChangeEvents
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

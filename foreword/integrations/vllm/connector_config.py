@@ -15,7 +15,7 @@ from foreword.blocks.resume import GroupKind, alignment
 from foreword.blocks.salt import Salt
 from foreword.config_layers import build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
-from foreword.integrations.vllm.extra_parts import PortableLayout, check_usage, portable_layout
+from foreword.integrations.vllm.extra_parts import check_usage, portable_layout
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
 from foreword.integrations.vllm.namespace import (
     base_digest,
@@ -29,12 +29,14 @@ from foreword.integrations.vllm.transfer_extra import transfer_extra
 from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.direct_extra import direct_extra
 from foreword.offload.search import StoredGroup
-from foreword.store.store_keys import StoreKeys, check_apart, data_keys_of, keys_from_environment
+from foreword.store.store_keys import check_apart, data_keys_of, keys_from_environment
 from foreword.store.types import Reach
 from foreword.store.urls import check_stores, loss_of, parse
 from foreword.store_config import EncryptionConfig, StoreConfig
 
 if TYPE_CHECKING:
+    from foreword.integrations.vllm_extras.interfaces import PortableLayout
+    from foreword.store.key_interfaces import StoreKeys
     from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)

@@ -12,13 +12,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from itertools import product
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from foreword.errors import StoreError
 from foreword.integrations.vllm.degraded import statistic
-from foreword.integrations.vllm.transfer_extra import Leases
 from foreword.offload.counters import LookupCounts, OffloadStatus
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.manager import OffloadManager
@@ -27,6 +26,9 @@ from foreword.store.series import Series, series_of
 from foreword.store.tier_counters import TierCounters, TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import labels_of
+
+if TYPE_CHECKING:
+    from foreword.integrations.vllm_extras.interfaces import Leases
 
 REPORT_SECONDS: Final = 0.1
 

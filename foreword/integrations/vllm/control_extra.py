@@ -1,4 +1,5 @@
-"""Interface of the connector's extra for cache control and agents' sessions, in `foreword.integrations.vllm_extras`.
+"""The connector's extra for cache control and agents' sessions, in `foreword.integrations.vllm_extras`, and what the connector
+does without it.
 
 Requests ask in `kv_transfer_params`, or with vLLM's `kv_hints`, and are answered in the `kv_transfer_params` of their
 responses. Without the extra the answer is a refusal.
@@ -7,13 +8,10 @@ responses. Without the extra the answer is a refusal.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from foreword.blocks.public import PublicBlocks
-from foreword.blocks.retention import RetentionAnswer
+from foreword.blocks.keys import Scope, TokenChain
 from foreword.plugins import of_product
 from foreword.store.tiered import TieredStore
 
@@ -21,7 +19,8 @@ if TYPE_CHECKING:
     from foreword.blocks.salt import Salt
     from foreword.integrations.vllm.connector_config import KVCacheInfo
     from foreword.integrations.vllm.request_state import BlockIds, RequestState
-    from foreword.integrations.vllm.step_messages import RetiredBlocks
+    from foreword.integrations.vllm_extras.interfaces import ControlExtra
+    from foreword.integrations.vllm_extras.step_parts import RetiredBlocks
     from foreword.offload.manager import OffloadManager
 
 logger = logging.getLogger(__name__)
@@ -38,12 +37,14 @@ class EngineControl:
 
     Attributes:
         pool: vLLM's block pool, None until vLLM has given it.
-        public: blocks that all tenants share. Without the extra none are known, and a marked text is its tenant's.
     """
 
     def __init__(self) -> None:
         self.pool: Any = None
-        self.public = PublicBlocks()
+
+    def chain(self, scope: Scope, tokens: Iterable[int], extras: Sequence[bytes]) -> TokenChain:
+        """The chain of a prompt. Without the extra no blocks are public, and a marked text is its tenant's."""
+        return TokenChain(scope.root(), scope.block_size, tokens, extras)
 
     @property
     def retires(self) -> bool:
@@ -61,26 +62,13 @@ class EngineControl:
         """A request with this salt has ended well. Returns the answers to what it asks, for its `kv_transfer_params`."""
         params, found = state.request.kv_transfer_params or {}, dict[str, Any]()
         if params.get(PARAMS_KEY):
-            found[PARAMS_KEY] = [asdict(RetentionAnswer("refused", 0, None, _MISSING))]
+            found[PARAMS_KEY] = [{"status": "refused", "tokens": 0, "ttl": None, "reason": _MISSING}]
         if params.get(SESSION_KEY):
             found[SESSION_KEY] = {"error": _MISSING, "status": 501, "param": None}
         return found
 
     def close(self) -> None:
         """Write what is due to the stores."""
-
-
-class ControlExtra(ABC):
-    """Calls of the connector to the extra. It has no state."""
-
-    @abstractmethod
-    def control(self, info: KVCacheInfo, store: TieredStore) -> EngineControl:
-        """Cache control over these stores. It adopts what other instances keep there."""
-
-    @abstractmethod
-    def retire(self, offload: OffloadManager, info: KVCacheInfo, retired: Sequence[RetiredBlocks]) -> None:
-        """The worker's side: nothing continues these blocks. Those that no lease needs are not written any more, or are
-        deleted."""
 
 
 def engine_control(info: KVCacheInfo, store: TieredStore) -> EngineControl:

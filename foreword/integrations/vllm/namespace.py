@@ -429,7 +429,7 @@ def note_unmeasured(store: TieredStore, base: bytes, settings: str, namespace: b
     """Record a namespace that follows from no measurement, so that the API server of `engine` finds it, or of any server with
     these settings if it is ""."""
     record = NamespaceRecord(namespace.hex(), "an unmeasured server", settings, {"engine": engine}, {}, time.time())
-    _put(store, NAMESPACES.key(_folder(base), f"{settings[:32]}-{_PRIVATE if engine else _TRUSTED}"), record)
+    _put(store, NAMESPACES.key(folder_of(base), f"{settings[:32]}-{_PRIVATE if engine else _TRUSTED}"), record)
 
 
 def announce(store: TieredStore, base: bytes, settings: str, namespace: bytes, engine: str) -> None:
@@ -450,7 +450,7 @@ def announced(store: TieredStore, base: bytes, settings: str, engine: str) -> by
 
 
 def _announcement(base: bytes, settings: str, engine: str) -> str:
-    return NAMESPACES.key(_folder(base), f"{settings[:32]}-{sha256(engine.encode()).hexdigest()[:16]}")
+    return NAMESPACES.key(folder_of(base), f"{settings[:32]}-{sha256(engine.encode()).hexdigest()[:16]}")
 
 
 def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
@@ -459,8 +459,8 @@ def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
     Never raises for a store that fails: its records are then not compared, and a namespace of exactly these measurements is
     taken, so that nothing can be shared by mistake.
     """
-    where = NAMESPACES.key(_folder(base), "")
-    found, complete = _records(store, where, mine.name)
+    where = NAMESPACES.key(folder_of(base), "")
+    found, complete = records_at(store, where, mine.name)
     known = [record for record in found if record.measured]
     compared = [(record, mine.difference(record.evidence)) for record in known]
     reasons = [(record, why) for record, why in compared if why]
@@ -490,13 +490,13 @@ def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
     if not complete:
         log.warning("Foreword: not every store answered at start; KV that it has is not used before the next start")
     _write(store, base, mine, fresh)
-    written, _ = _records(store, where + mine.name, mine.name)
+    written, _ = records_at(store, where + mine.name, mine.name)
     if any(record.namespace == fresh.hex() and mine.difference(record.evidence) for record in written):
         return choose(store, base, mine)
     return fresh
 
 
-def _records(store: TieredStore, prefix: str, first: str) -> tuple[list[NamespaceRecord], bool]:
+def records_at(store: TieredStore, prefix: str, first: str) -> tuple[list[NamespaceRecord], bool]:
     """The records with these keys, that named `first` before others; and whether every tier answered, within a few seconds."""
     late: list[str] = []
 
@@ -514,7 +514,7 @@ def _records(store: TieredStore, prefix: str, first: str) -> tuple[list[Namespac
 def _write(store: TieredStore, base: bytes, mine: Observations, namespace: bytes) -> None:
     # Servers that start at the same time do not overwrite each other's records, so that each sees what the other measured.
     name = f"{mine.name}-{namespace.hex()[:16]}-{mine.values.hex()[:8]}"
-    _put(store, NAMESPACES.key(_folder(base), name), mine.record(namespace))
+    _put(store, NAMESPACES.key(folder_of(base), name), mine.record(namespace))
 
 
 def _put(store: TieredStore, key: str, record: NamespaceRecord) -> None:
@@ -524,14 +524,5 @@ def _put(store: TieredStore, key: str, record: NamespaceRecord) -> None:
         log.warning("Foreword: this server's namespace is not recorded: %s", error.message)
 
 
-def _folder(base: bytes) -> str:
+def folder_of(base: bytes) -> str:
     return base.hex()[:32]
-
-
-def recorded(store: TieredStore, base: bytes, settings: str, engine: str = "") -> bytes | None:
-    """The namespace of the server with these settings, as its engine has recorded it; None if there is no record. `engine`: as
-    in `engine_of`."""
-    records, _ = _records(store, NAMESPACES.key(_folder(base), "") + f"{settings[:32]}-", "")
-    own = [one for one in records if one.measured or one.resolved.get("engine") in ("", engine)]
-    latest = max(own, key=lambda one: one.started, default=None)
-    return bytes.fromhex(latest.namespace) if latest is not None else None

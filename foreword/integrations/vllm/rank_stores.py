@@ -5,18 +5,22 @@ instances (`peer://`) and in the workers' memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from foreword.blocks.layout import Layout
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.transfer_extra import WorkersMemory, opened_by, transfer_extra
+from foreword.integrations.vllm.transfer_extra import opened_by, transfer_extra
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
 from foreword.store.base import Store
-from foreword.store.store_keys import StoreKeys
 from foreword.store.tier_counters import Rate
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import open_store
+
+if TYPE_CHECKING:
+    from foreword.integrations.vllm_extras.interfaces import WorkersMemory
+    from foreword.store.key_interfaces import StoreKeys
 
 
 class StoreLookup:

@@ -220,7 +220,7 @@ class ForewordConnectorScheduler:
 
     def _chain(self, request: Any, identity: RequestIdentity, tokens: Sequence[int]) -> TokenChain:
         scope = self._info.scope(self._info.current(salt_of(request)))
-        return self.control.public.chain(scope.root(), scope, tokens, identity.extras(self._version.salt))
+        return self.control.chain(scope, tokens, identity.extras(self._version.salt))
 
     def _follow_session(self, state: RequestState, tokens: Sequence[int]) -> None:
         """A session's next input replaces the last sampled token, which was never computed."""

@@ -6,6 +6,7 @@ The scheduler side says what to load, save and keep for other instances; the wor
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -16,6 +17,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from foreword.integrations.vllm.weights import Adapter
 from foreword.offload.load_plan import GroupBlocks
 
+if TYPE_CHECKING:
+    from foreword.integrations.vllm_extras.step_parts import BlockLease, KVProducer, RetiredBlocks
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
@@ -25,14 +29,6 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     memory: str
     peers: str
     namespace: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class KVProducer:
-    """Another instance that keeps a request's blocks: the lease's id, and the address of each rank."""
-
-    lease: bytes
-    addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +71,11 @@ class BlockSave:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLease:
-    """Blocks of a request that this step computes and that are to be kept for another instance. `held` stay where they are;
-    `copied`, which vLLM may change before the lease ends, are copied."""
-
-    request_id: str
-    lease: bytes
-    held: tuple[BlockSave, ...]
-    copied: tuple[BlockSave, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LeaseRevocation:
     """Blocks of a lease that vLLM takes back before the next step. `ends`: vLLM does not wait for the lease's readers."""
 
     request_id: str
     ends: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class RetiredBlocks:
-    """Blocks of a tenant, given its digest, that nothing continues. `drop`: no tier keeps them, if nothing else needs them."""
-
-    tenant: str
-    root: bytes
-    keys: tuple[bytes, ...]
-    drop: bool
 
 
 @dataclass(slots=True)

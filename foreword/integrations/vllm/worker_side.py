@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -24,7 +24,7 @@ from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
 from foreword.integrations.vllm.control_extra import retire
-from foreword.integrations.vllm.extra_parts import ChangeWatch, tier_watch
+from foreword.integrations.vllm.extra_parts import tier_watch
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.late_saves import LateSaves
@@ -46,13 +46,7 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.transfer_extra import (
-    Endpoint,
-    InstanceEndpoint,
-    Leases,
-    opened_by,
-    transfer_extra,
-)
+from foreword.integrations.vllm.transfer_extra import opened_by, transfer_extra
 from foreword.integrations.vllm.weight_changes import follow_loads
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.device import follow_stream
@@ -67,6 +61,9 @@ from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Reach
 from foreword.store.urls import parse
+
+if TYPE_CHECKING:
+    from foreword.integrations.vllm_extras.interfaces import ChangeWatch, Endpoint, InstanceEndpoint, Leases
 
 logger = logging.getLogger(__name__)
 

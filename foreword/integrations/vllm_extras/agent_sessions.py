@@ -21,7 +21,7 @@ from foreword.errors import BadRequest, ForewordError
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.control_extra import SESSION_KEY
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
-from foreword.integrations.vllm.step_messages import RetiredBlocks
+from foreword.integrations.vllm_extras.step_parts import RetiredBlocks
 
 _MOST_BLOCKS: Final = 1 << 18  # of all sessions; some 100 bytes each
 _MOST_SESSIONS: Final = 1 << 13  # of all salts, of which clients have as many as they like

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from foreword.blocks.keys import Scope, TokenChain
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.integrations.vllm.connector_config import KVCacheInfo
-from foreword.integrations.vllm.control_extra import PARAMS_KEY, SESSION_KEY, ControlExtra, EngineControl
+from foreword.integrations.vllm.control_extra import PARAMS_KEY, SESSION_KEY, EngineControl
 from foreword.integrations.vllm.request_identity import salt_of
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
-from foreword.integrations.vllm.step_messages import RetiredBlocks
 from foreword.integrations.vllm_extras.agent_sessions import ConnectorSessions
+from foreword.integrations.vllm_extras.interfaces import ControlExtra
 from foreword.integrations.vllm_extras.retentions import ConnectorRetentions, actions_of
+from foreword.integrations.vllm_extras.step_parts import RetiredBlocks
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.pins import StorePins
 from foreword.prefixes.public_records import PublicRecords
@@ -33,7 +35,9 @@ class ConnectorControl(EngineControl):
         self._sessions = ConnectorSessions(info, self._retentions.book)
         super().__init__()
         self._records = PublicRecords(store, info.model.hex())
-        self.public = self._records.blocks
+
+    def chain(self, scope: Scope, tokens: Iterable[int], extras: Sequence[bytes]) -> TokenChain:
+        return self._records.blocks.chain(scope.root(), scope, tokens, extras)
 
     @property
     def retires(self) -> bool:

@@ -25,9 +25,10 @@ from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout, block_names
 from foreword.config import parse_bytes
 from foreword.errors import StoreError
-from foreword.integrations.vllm.step_messages import BlockLease, BlockSave, LeaseRevocation
+from foreword.integrations.vllm.step_messages import BlockSave, LeaseRevocation
 from foreword.integrations.vllm_extras.peer_ranks import NAMES_PREFIX, rank_address
 from foreword.integrations.vllm_extras.producers import KVProducers, LeaseReader
+from foreword.integrations.vllm_extras.step_parts import BlockLease
 from foreword.offload.device import Event
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena

@@ -10,14 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from foreword.errors import ConfigError, TransferError, TransferTimeout
-from foreword.integrations.vllm.step_messages import KVProducer
+from foreword.errors import ConfigError
+from foreword.integrations.vllm_extras.step_parts import KVProducer
 from foreword.newest import Newest
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name
 from foreword.store.read_only import ReadOnlyStore
 from foreword.store.tier import StoreTier
 from foreword.transfer.connection import Connection
+from foreword.transfer.errors import TransferError, TransferTimeout
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination
 from foreword.transfer.wire_format import Reason

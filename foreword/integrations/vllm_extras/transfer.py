@@ -12,9 +12,10 @@ from foreword.blocks.layout import Layout
 from foreword.config_layers import build
 from foreword.errors import ConfigError
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.transfer_extra import Endpoint, Handoffs, InstanceEndpoint, TransferExtra
+from foreword.integrations.vllm.transfer_extra import Handoffs
 from foreword.integrations.vllm_extras.endpoints import InstanceConnections, LookupEndpoint, rank_config
 from foreword.integrations.vllm_extras.handoff import HandoffScheduler
+from foreword.integrations.vllm_extras.interfaces import Endpoint, InstanceEndpoint, TransferExtra
 from foreword.integrations.vllm_extras.peer_ranks import WorkersStores, lookup_peer_opener, rank_peer_opener
 from foreword.store.base import Store
 from foreword.store.types import Opener

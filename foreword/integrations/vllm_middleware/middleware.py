@@ -46,11 +46,12 @@ from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.salt import Salt
 from foreword.decoders import convert, decode_json
-from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound, NotReady, QueueFull
+from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
 from foreword.integrations.vllm.control_extra import SESSION_KEY
 from foreword.integrations.vllm_middleware.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm_middleware.vllm_prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix
+from foreword.request_errors import NotReady, QueueFull
 from foreword.tasks import to_its_end
 
 logger = logging.getLogger(__name__)

@@ -14,23 +14,20 @@ from typing import Any
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import ITEM_BYTES
-from foreword.blocks.public import PublicBlocks
+from foreword.blocks.public_blocks import PublicBlocks
 from foreword.blocks.resume import alignment, longest_resumable
 from foreword.blocks.salt import PUBLIC, Salt
-from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
+from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
-from foreword.integrations.vllm.namespace import (
-    base_digest,
-    engine_of,
-    recorded,
-    settings_digest,
-    unmeasured,
-)
+from foreword.integrations.vllm.namespace import base_digest, engine_of, settings_digest, unmeasured
 from foreword.integrations.vllm.request_identity import RequestIdentity
+from foreword.integrations.vllm_middleware.recorded_namespace import recorded
 from foreword.offload.search import StoredGroup
+from foreword.prefixes.errors import PrefixBudgetExceeded
 from foreword.prefixes.lease_records import PrefixRecord
 from foreword.prefixes.pins import StorePins, own_keys
 from foreword.prefixes.stored_names import PrefixStorage
+from foreword.request_errors import NotReady
 from foreword.store.base import Name
 from foreword.store.layout_records import LayoutRecord, layouts
 from foreword.store.shared_records import FoundRecords

@@ -15,11 +15,12 @@ from msgspec import Struct, ValidationError
 from foreword.api.asgi import App, Receive, Scope, Send
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import convert
-from foreword.errors import BadRequest, EngineFailed, NotReady
+from foreword.errors import BadRequest
 from foreword.integrations.vllm_middleware.prefix_storage import ConnectorStorage
 from foreword.newest import Newest
 from foreword.prefixes.book import Content, Message, NamedPrefix
 from foreword.prefixes.prefix_service import AsyncPrefixes, PrefixService, Registration
+from foreword.request_errors import EngineFailed, NotReady
 
 # How often the pins of a prefix in use are checked.
 _CHECK_SECONDS: Final = 30.0

@@ -21,7 +21,8 @@ from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
 from foreword.api.errors import CLIENT_GONE
 from foreword.api.front import Answer, ByteStream, Call, Ending
 from foreword.api.sse import DONE, EventParser
-from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed, RequestEnded
+from foreword.errors import BadRequest, ConfigError, ForewordError
+from foreword.request_errors import ReplicaFailed, RequestEnded
 from foreword.router.attempt import Attempt
 from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replicas import clock, is_refusal

@@ -20,8 +20,8 @@ from foreword.api.rights import credentials
 from foreword.api.routes import NO_BODY, Routes
 from foreword.api.tenants import SALT_HEADER, Tenant
 from foreword.blocks.salt import Salt
-from foreword.config import ip_address
-from foreword.errors import NoReplica, QueueFull, ReplicaFailed
+from foreword.host_addresses import ip_address
+from foreword.request_errors import NoReplica, QueueFull, ReplicaFailed
 from foreword.router.attempt import Attempt, as_header
 from foreword.router.completions import check_fields
 from foreword.router.prompts import TokenizedPrompt

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Final
 
 from foreword.api.quotas import Account, Admitted, Bucket, Quotas
-from foreword.errors import RateLimited
+from foreword.request_errors import RateLimited
 
 MOST_WORKERS: Final = 64
 _SLOTS: Final = 16_384

@@ -29,7 +29,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Final, Literal
 
-from foreword.blocks.fair_share import quota_of
 from foreword.errors import (
     StoreConfigError,
     StoreError,
@@ -49,6 +48,7 @@ from foreword.store.base import (
     StoreStatus,
     copy_error,
     has_prefix,
+    quota_of,
     step_deadline,
     time_left,
 )

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from foreword.blocks.fair_share import quota_of, tenant_of
+from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
 from foreword.store.background import CORES, PagePopulator
@@ -37,6 +37,7 @@ from foreword.store.base import (
     StoredBlock,
     StoreStatus,
     has_prefix,
+    quota_of,
     time_left,
 )
 from foreword.store.chain_lru import ChainLru

@@ -30,7 +30,7 @@ from typing import Final
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import NAME_BYTES
-from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
+from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import (
     BAD,
     FAILED,
@@ -46,7 +46,7 @@ from foreword.store.base import (
     step_deadline,
     time_left,
 )
-from foreword.store.frame import HEADER_BYTES, Frame
+from foreword.store.frame import HEADER_BYTES, Frame, read_header
 from foreword.store.redis.addresses import open_nodes
 from foreword.store.redis.nodes import PLACES, RedisNode
 from foreword.store.redis.resp import Command, ErrorReply, Reply, encode, error_of, expect, make_command
@@ -413,7 +413,7 @@ def _entries(node: RedisNode, names: dict[Name, bytes], pinned: set[bytes], dead
         if not isinstance(size, int) or not size or not isinstance(head, bytes):
             continue
         used_at = now - idle if isinstance(idle, int) else 0.0
-        yield StoredBlock.from_header(name, head, size, used_at=used_at, pinned=name in pinned)
+        yield _described(name, head, size, used_at, pinned=name in pinned)
 
 
 def _read_status(answers: Sequence[bytes]) -> StoreStatus:
@@ -426,3 +426,13 @@ def _read_status(answers: Sequence[bytes]) -> StoreStatus:
                 total[name] += int(number)
     notes = {"expired": total["expired_keys"], "unreachable": 0}
     return StoreStatus(-1, total["used_memory"], total["maxmemory"], evictions=total["evicted_keys"], notes=notes)
+
+
+def _described(name: Name, end: bytes, size: int, used_at: float, *, pinned: bool) -> StoredBlock:
+    """A block as the last bytes of its frame say. Parent and depth stay unknown if these are not its header."""
+    parent, depth = b"", 0
+    with contextlib.suppress(BadFrame):
+        header = read_header(end)
+        if header.name == name:
+            parent, depth = header.parent, header.depth
+    return StoredBlock(name, parent, depth, size, used_at=used_at, pinned=pinned)
