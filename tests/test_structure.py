@@ -48,6 +48,16 @@ def file_names() -> set[str]:
     return repeated((path.name, str(path.parent)) for path in paths if path.name != "__init__.py")
 
 
+def test_a_number_names_one_decision() -> None:
+    """Records are referred to by their number: each has its own, in the name of its file and in its title."""
+    records = sorted((ROOT.parent / "dev" / "decisions").glob("[0-9]*.md"))
+    numbers = [record.name[:4] for record in records]
+    assert records and not repeated((number, record.name) for number, record in zip(numbers, records, strict=True))
+    assert not [
+        record.name for record in records if not record.read_text(encoding="utf-8").startswith(f"# {record.name[:4]}")
+    ]
+
+
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
