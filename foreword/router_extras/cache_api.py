@@ -30,11 +30,11 @@ from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
 from foreword.router_extras.fan_out import (
-    Answers,
     Fails,
     FanOut,
     FanOutHandler,
     Listed,
+    ReplicaAnswers,
     able,
     each_once,
     fan_out,
@@ -164,7 +164,7 @@ async def _ask(
     targets: Mapping[Upstream, str] | None = None,
     body: ClientBody | None = None,
     salt: str | None = None,
-) -> Answers:
+) -> ReplicaAnswers:
     async def send_to(upstream: Upstream) -> Answer:
         # Only Foreword's servers know the tenant without it.
         given = salt if upstream.kind == "foreword" else Salt.of(call.tenant.salt, salt).text or None
@@ -178,7 +178,7 @@ async def _ask(
     return await fan.ask(call, targets, send_to)
 
 
-def _best(verb: str, answers: Answers) -> Mapping[str, Any]:
+def _best(verb: str, answers: ReplicaAnswers) -> Mapping[str, Any]:
     """The answer of the replica that keeps most, and those of all."""
     served = {upstream: one.body for upstream, one in answers.served.items()}
     best = max(served.values(), key=lambda body: (_RANKS.get(str(body.get("status")), 0), _count(body, "tokens")))
@@ -191,7 +191,7 @@ def _best(verb: str, answers: Answers) -> Mapping[str, Any]:
     return {**best, "replicas": replicas}
 
 
-def _summed(answers: Answers) -> Mapping[str, Any]:
+def _summed(answers: ReplicaAnswers) -> Mapping[str, Any]:
     """The answer of a replica that knows the session, with the blocks that all have freed."""
     freed: Counter[str] = Counter()
     bodies = [one.body for one in answers.served.values()]

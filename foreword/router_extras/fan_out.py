@@ -78,7 +78,7 @@ class ReplicaAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ReplicaAnswers:
     """The outcomes of asking replicas, in their order.
 
     Attributes:
@@ -151,7 +151,7 @@ class FanOut:
     """
 
     to: Callable[[Router], list[Upstream]]
-    merge: Callable[[Answers], Answer | Mapping[str, Any]] | None
+    merge: Callable[[ReplicaAnswers], Answer | Mapping[str, Any]] | None
     fails: Fails
     shape: type[Any] = dict[str, Any]
     seconds: Callable[[Upstream], float] = _any_time
@@ -186,7 +186,7 @@ class FanOutHandler:
         call: Call,
         targets: Sequence[Upstream] | Mapping[Upstream, str] | None = None,
         send_to: Send | None = None,
-    ) -> Answers:
+    ) -> ReplicaAnswers:
         """Ask these replicas, or those of the declaration.
 
         Args:
@@ -201,7 +201,7 @@ class FanOutHandler:
         limit = asyncio.Semaphore(self.plan.at_a_time)
         each = await asyncio.gather(*(self._one(call, upstream, sent, limit) for upstream in chosen))
         why = targets if isinstance(targets, Mapping) else {}
-        return Answers(self.plan, dict(zip(chosen, each, strict=True)), why)
+        return ReplicaAnswers(self.plan, dict(zip(chosen, each, strict=True)), why)
 
     async def forward(self, call: Call, upstream: Upstream, path: str, body: bytes) -> Answer:
         """Send the client's request to a replica, within the limits of the declaration. Raises ReplicaFailed, and what aiohttp
@@ -291,12 +291,12 @@ class Listed(Struct):
     data: list[Any] = msgspec.field(default_factory=list)
 
 
-def first(answers: Answers) -> Answer:
+def first(answers: ReplicaAnswers) -> Answer:
     """The first success, as that replica answered."""
     return next(iter(answers.served.values())).answer
 
 
-def union(answers: Answers) -> Mapping[str, Any]:
+def union(answers: ReplicaAnswers) -> Mapping[str, Any]:
     """The entries of all lists, each once."""
     lists = {upstream: one.body.get("data") for upstream, one in answers.served.items()}
     return {"object": "list", "data": each_once(lists)}
