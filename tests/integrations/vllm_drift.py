@@ -45,7 +45,8 @@ HANDED = {
     "vllm.v1.core.block_pool": ("BlockPool",),
     "vllm.v1.core.kv_cache_manager": ("KVCacheBlocks",),
     "vllm.v1.core.sched.output": ("SchedulerOutput", "NewRequestData", "CachedRequestData"),
-    "vllm.v1.kv_cache_interface": ("KVCacheConfig", "KVCacheGroupSpec", "UniformTypeKVCacheSpecs"),
+    "vllm.v1.kv_cache_interface": ("KVCacheConfig", "KVCacheGroupSpec", "KVCacheTensor", "UniformTypeKVCacheSpecs"),
+    "vllm.v1.kv_offload.config": ("OffloadingConfig", "OffloadingGroupConfig", "OffloadingParallelConfig"),
     "vllm.engine.protocol": ("EngineClient",),
     "vllm.platforms.interface": ("Platform",),
 }
