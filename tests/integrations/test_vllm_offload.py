@@ -27,7 +27,7 @@ CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 def offload(
     model: Path, store: list[str], *steps: list[Any], tier: dict[str, Any] | None = None, **job: Any
 ) -> list[Any]:
-    """What the steps find in a new vLLM with its own offloading."""
+    """Runs the steps in a new vLLM with its own offloading, and returns what each found."""
     cores = CORES if job.get("llm") == RANKS else {}
     job = {"model": str(model), "tier": {"store": store, **(tier or {})}, "steps": steps, **job}
     found: list[Any] = run("vllm_offload_script.py", job, **cores)["found"]
@@ -195,8 +195,8 @@ def test_weights_that_change_in_place(model: Path, tmp_path: Path) -> None:
 
 
 def test_rows_that_vllm_fills_in_part_are_refused(tmp_path: Path) -> None:
-    """With several blocks to a row, of which vLLM leaves out those before the window and says not which, the start ends, and
-    names the setting."""
+    """The start ends, and names the setting, where a row has several blocks: vLLM leaves out those before the window and says
+    not which."""
     job = {
         "model": str(make_hybrid(tmp_path / "model")),
         "tier": {"store": [disk(tmp_path)]},
@@ -208,7 +208,7 @@ def test_rows_that_vllm_fills_in_part_are_refused(tmp_path: Path) -> None:
 
 
 def test_hashes_that_clients_can_make_equal_are_refused(model: Path, tmp_path: Path) -> None:
-    """With a hash that is not cryptographic the start ends, and says which setting is wrong."""
+    """A hash that is not cryptographic ends the start, which says which setting is wrong."""
     job = {
         "model": str(model),
         "tier": {"store": [disk(tmp_path)]},

@@ -135,8 +135,8 @@ def save(jobs: RowJobs, one: RequestBlocks, count: int, number: int = 1, first: 
 
 
 def test_rows_come_back(make: Made, tmp_path: Path) -> None:
-    """What was saved from rows is loaded into other rows, byte for byte, also by another process's store in the same folder;
-    what was never saved is not, and its row stays as it is."""
+    """Rows that were saved are loaded into other rows, byte for byte, also by another process's store in the same folder; what
+    was never saved is not, and its row stays as it is."""
     url = f"disk://{tmp_path}/kv?size=64MiB"
     layouts = [one.layout for one in groups().values()]
     jobs, rows, store = make(open_store([url], layouts[0], more_layouts=layouts[1:]))
@@ -392,7 +392,7 @@ def test_settings() -> None:
 
 
 def test_versions_of_the_weights() -> None:
-    """With another version of the weights a request's blocks have other names, and what was found is forgotten."""
+    """Another version of the weights gives a request's blocks other names, and what was found is forgotten."""
     one, key = blocks(), keys(blocks(), 1)[0]
     before = one.name(*key)
     one.found[key[0]] = True
