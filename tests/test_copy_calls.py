@@ -71,7 +71,7 @@ def made_driver(folder: Path, has_batch: bool) -> ctypes.CDLL:
 
 @pytest.mark.parametrize("has_batch", [True, False])
 def test_copies_by_calls_of_the_driver(tmp_path: Path, has_batch: bool) -> None:
-    """With the batch call, which an old driver does not have, and with a call for each block: scattered rows arrive."""
+    """Scattered rows arrive with the batch call, which an old driver does not have, and with a call for each block."""
     driver = made_driver(tmp_path, has_batch)
     call = CopyCall(torch.device("cpu"), driver)
     assert call.name == ("cuMemcpyBatchAsync" if has_batch else "cuMemcpyAsync for each block")

@@ -1,4 +1,4 @@
-"""What a gateway says of a request in headers: its objective, its fairness id, its model; and what the picker says of ranks."""
+"""Headers of a gateway about a request: its objective, its fairness id, its model; and what the picker says of ranks."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_headers_that_a_client_may_have_set() -> None:
 
 
 def test_ranks_behind_one_address() -> None:
-    """Of several replicas with one address the header of llm-d's sidecar says which was chosen; a replica alone gets none."""
+    """The header of llm-d's sidecar says which of several replicas with one address was chosen; a replica alone gets none."""
     with picking(replicas=2) as ask:
         picked = ask({"x-data-parallel-host-port": "evil:1"})
         assert picked.set["x-data-parallel-host-port"] == picked.set["x-gateway-destination-endpoint"].partition(",")[0]
