@@ -107,7 +107,7 @@ def allocated(size: int, driver: Any) -> memoryview | None:
 
 
 def _tried(call: Callable[[], Result]) -> tuple[Result | None, str]:
-    """What a call of a driver returns; else None, and how it has failed."""
+    """The result of a call of a driver; else None, and how it has failed."""
     try:
         return call(), ""
     except Exception as error:  # noqa: BLE001 - drivers and libraries raise what they like
