@@ -15,6 +15,7 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.stored_responses import StoredResponses
 from foreword.errors import BadRequest, ForewordError
+from foreword.newest import Newest
 from foreword.request_errors import NoReplica, ReplicaFailed
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
@@ -28,6 +29,8 @@ _PAUSE: Final = 5.0  # seconds
 _LONGEST_PAUSE: Final = 300.0
 _MAX: Final = 64  # of a tenant
 _FILE: Final = "the router's named prefixes"  # a place in receipts
+_WORKERS: Final = "the router's other processes"
+_FORGOTTEN: Final = 1000
 _MOVED: Final = "a request that ran during the erasure moved there"
 
 
@@ -43,6 +46,7 @@ class FleetErasure:
         moved: replicas to which a request has moved since they were asked.
         failures: their answers that are no receipts, and errors.
         began: by `clock`.
+        forgotten: what other workers forget. silent: those that have not said that they have.
     """
 
     call: Call
@@ -53,6 +57,8 @@ class FleetErasure:
     moved: set[str] = field(default_factory=set)
     failures: list[Answer | ForewordError] = field(default_factory=list)
     began: float = field(default_factory=clock)
+    forgotten: tuple[str, bytes, list[str], float] | None = None
+    silent: set[int] = field(default_factory=set)
 
     def note(self, url: str, answer: Answer | ForewordError) -> None:
         if isinstance(answer, Answer) and answer.status < 400:
@@ -73,7 +79,9 @@ class FleetErasure:
         left, device = (sum(one.get(name, 0) for one in each) for name in ("left", "device_blocks"))
         complete = not self.open and all(one.get("complete", not one.get("left")) for one in each)
         merged = {"what": next(iter(each))["what"], "left": left, "device_blocks": device, "complete": complete}
-        done = {"x-foreword-replicas": f"{len(self.receipts)} of {len({*self.receipts, *self.open} - {_FILE})}"}
+        done = {
+            "x-foreword-replicas": f"{len(self.receipts)} of {len({*self.receipts, *self.open} - {_FILE, _WORKERS})}"
+        }
         receipt = {"id": self.id, **merged, "unreachable": self.open, "replicas": self.receipts}
         return Answer.json(receipt, 200 if complete else 207, done)
 
@@ -87,7 +95,12 @@ class FleetErasures:
         self._repeating: asyncio.Task[None] | None = None
         router.on_failover = self._failed_over
         workers_of(router).on("moved", lambda told: self._note_moved(*told))
-        workers_of(router).on("forget", lambda told: self._forget(*told))
+        # Newest forgettings, also for a worker that joins: another one may have told it what it had not forgotten yet.
+        self._forgotten: Newest[tuple[str, bool], tuple[str, bytes, list[str], float]] = Newest(_FORGOTTEN)
+        # Records of erasures that other workers have, or had.
+        self._others: Newest[tuple[str, str], list[Any]] = Newest(_FORGOTTEN)
+        workers_of(router).on("forget", lambda told: self._forget(*told), self._forgotten.values)
+        workers_of(router).on("erasure so far", lambda told: self._note_other(*told), self._records)
         workers_of(router).on("erasure", lambda asked: self._record(*asked))
 
     async def erase(self, call: Call) -> Answer:
@@ -103,9 +116,10 @@ class FleetErasures:
         self._known = [*(known for known in self._known if known not in older), one]
         upstreams = self._router.upstreams.values()
         asked = [upstream for upstream in upstreams if upstream.kind == "foreword"]
-        forgotten = call.tenant.name, call.tenant.salt, list(given)
+        forgotten = call.tenant.name, call.tenant.salt, list(given), one.began
         self._forget(*forgotten)
-        await workers_of(self._router).repeat("forget", forgotten)
+        told = await workers_of(self._router).repeat("forget", forgotten)
+        one.forgotten, one.silent = forgotten, set(told.silent)
         if not given:
             one.open[_FILE] = "they are being removed"
         await self._ask(one, asked)
@@ -118,14 +132,16 @@ class FleetErasures:
         self._continue()
         return one.answer()
 
-    def _forget(self, tenant: str, salt: bytes, given: list[str]) -> None:
-        """Forget what this process knows of a tenant, or of requests with these salts."""
+    def _forget(self, tenant: str, salt: bytes, given: list[str], at: float) -> None:
+        """Forget what this process knows of a tenant, or of requests with these salts: what was made until `at`, also what
+        is on its way here."""
+        self._forgotten[tenant, bool(given)] = tenant, salt, list(given), at
         self._router.warm_up.forget(tenant, given)
         for pool in self._router.pools.values():
             pool.known.forget(salt)
         if not given:
-            self._responses.forget(salt)
-            self._prefixes.registry.forget(tenant)
+            self._responses.forget(salt, at)
+            self._prefixes.registry.forget(tenant, at)
 
     def _failed_over(self, tenant: str, arrived: float, upstream: Upstream) -> None:
         """A request is, or was, on another replica than at first. Another worker may have the erasure."""
@@ -175,7 +191,16 @@ class FleetErasures:
         if found := [one for one in self._of(tenant) if one.id == name]:
             return found
         told = await workers_of(self._router).repeat("erasure", (tenant, name))
+        if not any(told) and (ended := self._others.get((tenant, name))) is not None:
+            told.append(ended)  # its worker has
         return [FleetErasure(call, *one) for one in told if one is not None]
+
+    def _records(self) -> list[tuple[str, list[Any]]]:
+        own = [(one.call.tenant.name, [one.path, one.id, one.receipts, one.open]) for one in self._known]
+        return [*((tenant, record) for (tenant, _), record in self._others.items()), *own]
+
+    def _note_other(self, tenant: str, record: list[Any]) -> None:
+        self._others[tenant, record[1]] = record
 
     def _record(self, tenant: str, name: str) -> tuple[str, str, dict[str, dict[str, Any]], dict[str, str]] | None:
         """The first attributes of an erasure, for another worker."""
@@ -203,6 +228,12 @@ class FleetErasures:
         for upstream, answer in zip(upstreams, answers, strict=True):
             one.note(upstream.url, answer)
         one.open |= dict.fromkeys(one.moved, _MOVED)
+        one.open.pop(_WORKERS, None)
+        if one.silent:
+            one.open[_WORKERS] = f"of workers {', '.join(map(str, sorted(one.silent)))} none has answered"
+        workers_of(self._router).tell(
+            "erasure so far", (one.call.tenant.name, [one.path, one.id, one.receipts, one.open])
+        )
 
     async def _repeat(self) -> None:
         """Ask replicas that did not answer, when they take requests. Ends when there are none."""
@@ -212,6 +243,9 @@ class FleetErasures:
             healthy = {upstream.url: upstream for upstream in self._router.healthy() if upstream.kind == "foreword"}
             asked = [(one, [healthy[url] for url in one.open if url in healthy]) for one in self._known]
             for one, upstreams in asked:
+                if one.silent:
+                    told = await workers_of(self._router).repeat("forget", one.forgotten)
+                    one.silent &= set(told.silent)
                 await self._ask(one, upstreams)
             refused = any(upstream.url in one.open for one, upstreams in asked for upstream in upstreams)
             pause = min(2 * pause, _LONGEST_PAUSE) if refused else _PAUSE
@@ -221,7 +255,7 @@ class FleetErasures:
         not."""
         upstreams = (self._router.upstreams.get(url) for url in one.open)
         able = (one for one in upstreams if one is not None and (one.info is None or one.kind == "foreword"))
-        return _FILE in one.open or any(able)
+        return bool({_FILE, _WORKERS} & one.open.keys()) or any(able)
 
 
 def add_routes(routes: Routes[Handler], router: Router, prefixes: RouterPrefixes, responses: StoredResponses) -> None:
