@@ -162,7 +162,7 @@ def test_an_operators_change_reaches_all(loop: Loop) -> None:
             assert ask(router, [{"role": "user", "content": f"question {number}"}]).status_code == 200
         assert one.requests == before and len(served_by(router)) == 2
         change("DELETE", "/v1/router/replicas", one.url)
-        assert router.text.count(f"replica {one.url} removed") == 2
+        until(lambda: router.text.count(f"replica {one.url} removed") == 2)
 
 
 def children(router: RouterProcess) -> list[int]:
