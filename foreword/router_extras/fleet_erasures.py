@@ -17,6 +17,7 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.stored_responses import StoredResponses
 from foreword.errors import BadRequest
+from foreword.newest import Newest
 from foreword.request_errors import NoReplica
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
@@ -40,6 +41,8 @@ _PAUSE: Final = 5.0  # seconds
 _LONGEST_PAUSE: Final = 300.0
 _MAX: Final = 64  # of a tenant
 _FILE: Final = "the router's named prefixes"  # a place in receipts
+_WORKERS: Final = "the router's other processes"
+_FORGOTTEN: Final = 1000
 _MOVED: Final = "a request that ran during the erasure moved there"
 
 
@@ -66,6 +69,7 @@ class FleetErasure:
         moved: replicas to which a request has moved since they were asked.
         failures: their answers that are no receipts, and errors.
         began: by `clock`.
+        forgotten: what other workers forget. silent: those that have not said that they have.
     """
 
     call: Call
@@ -77,6 +81,8 @@ class FleetErasure:
     moved: set[str] = field(default_factory=set)
     failures: list[ReplicaAnswer] = field(default_factory=list)
     began: float = field(default_factory=clock)
+    forgotten: tuple[str, bytes, list[str], float] | None = None
+    silent: set[int] = field(default_factory=set)
 
     def note(self, url: str, answer: ReplicaAnswer) -> None:
         if answer.served:
@@ -104,7 +110,7 @@ class FleetErasure:
 
     @property
     def _failed(self) -> list[str]:
-        return [place for place in self.open if place != _FILE]
+        return [place for place in self.open if place not in (_FILE, _WORKERS)]
 
     def _counted(self) -> dict[str, str]:
         return counted(self.receipts, {*self.receipts, *self._failed}, self._failed)
@@ -119,7 +125,12 @@ class FleetErasures:
         self._repeating: asyncio.Task[None] | None = None
         router.on_failover = self._failed_over
         workers_of(router).on("moved", lambda told: self._note_moved(*told))
-        workers_of(router).on("forget", lambda told: self._forget(*told))
+        # Newest forgettings, also for a worker that joins: another one may have told it what it had not forgotten yet.
+        self._forgotten: Newest[tuple[str, bool], tuple[str, bytes, list[str], float]] = Newest(_FORGOTTEN)
+        # Records of erasures that other workers have, or had.
+        self._others: Newest[tuple[str, str], list[Any]] = Newest(_FORGOTTEN)
+        workers_of(router).on("forget", lambda told: self._forget(*told), self._forgotten.values)
+        workers_of(router).on("erasure so far", lambda told: self._note_other(*told), self._records)
         workers_of(router).on("erasure", lambda asked: self._record(*asked))
 
     async def erase(self, call: Call, fan: FanOutHandler) -> Answer:
@@ -135,9 +146,10 @@ class FleetErasures:
         self._known = [*(known for known in self._known if known not in older), one]
         upstreams = self._router.upstreams.values()
         asked = fan.plan.to(self._router)
-        forgotten = call.tenant.name, call.tenant.salt, list(given)
+        forgotten = call.tenant.name, call.tenant.salt, list(given), one.began
         self._forget(*forgotten)
-        await workers_of(self._router).repeat("forget", forgotten)
+        told = await workers_of(self._router).repeat("forget", forgotten)
+        one.forgotten, one.silent = forgotten, set(told.silent)
         if not given:
             one.open[_FILE] = "they are being removed"
         await self._ask(one, asked)
@@ -150,14 +162,16 @@ class FleetErasures:
         self._continue()
         return one.answer()
 
-    def _forget(self, tenant: str, salt: bytes, given: list[str]) -> None:
-        """Forget what this process knows of a tenant, or of requests with these salts."""
+    def _forget(self, tenant: str, salt: bytes, given: list[str], at: float) -> None:
+        """Forget what this process knows of a tenant, or of requests with these salts: what was made until `at`, also what
+        is on its way here."""
+        self._forgotten[tenant, bool(given)] = tenant, salt, list(given), at
         self._router.warm_up.forget(tenant, given)
         for pool in self._router.pools.values():
             pool.known.forget(salt)
         if not given:
-            self._responses.forget(salt)
-            self._prefixes.registry.forget(tenant)
+            self._responses.forget(salt, at)
+            self._prefixes.registry.forget(tenant, at)
 
     def _failed_over(self, tenant: str, arrived: float, upstream: Upstream) -> None:
         """A request is, or was, on another replica than at first. Another worker may have the erasure."""
@@ -201,7 +215,16 @@ class FleetErasures:
         if found := [one for one in self._of(tenant) if one.id == name]:
             return found
         told = await workers_of(self._router).repeat("erasure", (tenant, name))
+        if not any(told) and (ended := self._others.get((tenant, name))) is not None:
+            told.append(ended)  # its worker has
         return [FleetErasure(call, fan, *one) for one in told if one is not None]
+
+    def _records(self) -> list[tuple[str, list[Any]]]:
+        own = [(one.call.tenant.name, [one.path, one.id, one.receipts, one.open]) for one in self._known]
+        return [*((tenant, record) for (tenant, _), record in self._others.items()), *own]
+
+    def _note_other(self, tenant: str, record: list[Any]) -> None:
+        self._others[tenant, record[1]] = record
 
     def _record(self, tenant: str, name: str) -> tuple[str, str, dict[str, dict[str, Any]], dict[str, str]] | None:
         """The first attributes of an erasure, for another worker."""
@@ -220,6 +243,12 @@ class FleetErasures:
         for upstream, answer in answers.each.items():
             one.note(upstream.url, answer)
         one.open |= dict.fromkeys(one.moved, _MOVED)
+        one.open.pop(_WORKERS, None)
+        if one.silent:
+            one.open[_WORKERS] = f"of workers {', '.join(map(str, sorted(one.silent)))} none has answered"
+        workers_of(self._router).tell(
+            "erasure so far", (one.call.tenant.name, [one.path, one.id, one.receipts, one.open])
+        )
 
     async def _repeat(self) -> None:
         """Ask replicas that did not answer, when they take requests. Ends when there are none."""
@@ -229,6 +258,9 @@ class FleetErasures:
             healthy = {upstream.url: upstream for upstream in self._router.healthy() if upstream.kind == "foreword"}
             asked = [(one, [healthy[url] for url in one.open if url in healthy]) for one in self._known]
             for one, upstreams in asked:
+                if one.silent:
+                    told = await workers_of(self._router).repeat("forget", one.forgotten)
+                    one.silent &= set(told.silent)
                 await self._ask(one, upstreams)
             refused = any(upstream.url in one.open for one, upstreams in asked for upstream in upstreams)
             pause = min(2 * pause, _LONGEST_PAUSE) if refused else _PAUSE
@@ -238,7 +270,7 @@ class FleetErasures:
         not."""
         upstreams = (self._router.upstreams.get(url) for url in one.open)
         able = (one for one in upstreams if one is not None and (one.info is None or one.kind == "foreword"))
-        return _FILE in one.open or any(able)
+        return bool({_FILE, _WORKERS} & one.open.keys()) or any(able)
 
 
 async def _send(call: Call, fan: FanOutHandler, paths: Mapping[Upstream, str], upstream: Upstream) -> Answer:

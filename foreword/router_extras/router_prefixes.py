@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -83,8 +84,7 @@ class PrefixRegistry:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._book = PrefixBook()
-        self._forgets = 0
-        self._forgotten: Newest[str, int] = Newest(_MOST_FORGOTTEN)  # which of them was the last one of each tenant
+        self._forgotten: Newest[str, float] = Newest(_MOST_FORGOTTEN)  # when, by `time.monotonic`
         for one in _read_saved(path) if path is not None and path.exists() else ():
             self.put(one.tenant, NamedPrefix(one.name, one.version, one.content, (), one.created))
 
@@ -109,29 +109,32 @@ class PrefixRegistry:
         content, salt = content_of(new.content, new.messages), tenant.encode()
         self._book.check(new.name, content, None, salt=salt, replace=new.replace)
         version = self._book.version(new.name, salt=salt) + 1
-        return NamedPrefix(new.name, version, content, (), time.time(), size_of(content), made=self._forgets)
+        return NamedPrefix(new.name, version, content, (), time.time(), size_of(content), made=time.monotonic())
 
     def put(self, tenant: str, prefix: NamedPrefix) -> None:
         """Register a prefix or a new version of it, unless its tenant was forgotten since it was made."""
-        if prefix.made >= self._forgotten.get(tenant, 0):
+        if prefix.made > self._forgotten.get(tenant, -math.inf):
             sized = replace(prefix, bytes=prefix.bytes or size_of(prefix.content))
             self._book.commit(sized, salt=tenant.encode())
 
-    def learn(self, tenant: str, name: str, version: int, content: Any, created: float) -> None:
-        """Register what another worker has registered."""
+    def learn(self, tenant: str, name: str, version: int, content: Any, created: float, made: float) -> None:
+        """Register what another worker has registered. Of two of one version all keep the later one."""
         given = content if isinstance(content, str) else tuple(content)
-        self.put(tenant, NamedPrefix(name, version, given, (), created, size_of(given), made=self._forgets))
+        known = self.find(tenant, name)
+        if known is None or (version, created, str(given)) > (known.version, known.created, str(known.content)):
+            self.put(tenant, NamedPrefix(name, version, given, (), created, size_of(given), made=made))
 
     def remove(self, tenant: str, name: str) -> NamedPrefix:
         """Raises UnknownPrefix."""
         return self._book.remove(name, salt=tenant.encode())
 
-    def forget(self, tenant: str) -> None:
-        """Remove all of a tenant, also what is being registered."""
-        self._forgets += 1
-        self._forgotten[tenant] = self._forgets
+    def forget(self, tenant: str, at: float = math.inf) -> None:
+        """Remove all of a tenant, also what is being registered. `at`: only what was made until then, by `time.monotonic`."""
+        at = min(at, time.monotonic())
+        self._forgotten[tenant] = max(at, self._forgotten.get(tenant, at))
         for prefix in self.of(tenant):
-            self.remove(tenant, prefix.name)
+            if prefix.made <= at:
+                self.remove(tenant, prefix.name)
 
     def write(self, prefixes: Sequence[tuple[str, NamedPrefix]]) -> None:
         """Write the file with these prefixes, if there is one. Takes time; runs on any thread. Raises OSError."""
@@ -181,7 +184,7 @@ class RouterPrefixes(Prefixes):
         """Keep a registration, and compute the prefix where the router puts it before prompts. `computed` gets the tokens of
         each replica that has done so."""
         self.registry.put(tenant.name, prefix)
-        told = tenant.name, prefix.name, prefix.version, prefix.content, prefix.created
+        told = tenant.name, prefix.name, prefix.version, prefix.content, prefix.created, prefix.made
         await workers_of(self._router).repeat("prefix", told)
         await self.save()
         for upstream in self._router.healthy():
@@ -202,7 +205,7 @@ class RouterPrefixes(Prefixes):
 
         def known() -> Iterator[Any]:
             for tenant, one in self.registry.all():
-                yield tenant, one.name, one.version, one.content, one.created
+                yield tenant, one.name, one.version, one.content, one.created, one.made
 
         def removed(told: list[str]) -> None:
             with suppress(UnknownPrefix):
