@@ -1,4 +1,4 @@
-"""What one thread hands to another that waits for it."""
+"""A result that one thread hands to another that waits for it."""
 
 from __future__ import annotations
 

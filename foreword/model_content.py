@@ -1,4 +1,4 @@
-"""What a model is by content: its tensors, and its configuration without what says nothing about KV.
+"""A model by its content: its tensors, and its configuration without what says nothing about KV.
 
 The embedded engine, Transformers, vLLM and SGLang have this in common. Where the tensors are (in memory, in which files) is no
 part of it.

@@ -1,4 +1,4 @@
-"""What is remembered of many things: the newest."""
+"""Tables that remember the newest of many things."""
 
 from __future__ import annotations
 

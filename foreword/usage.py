@@ -1,4 +1,4 @@
-"""What a server or a router tells of one request: the tokens that it used, and why part of its prompt was not cached."""
+"""An account of a request by a server or a router: the tokens that it used, and why part of its prompt was not cached."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class DeviceEvent:
 
 @dataclass(frozen=True)
 class Barrier:
-    """What follows it in a stream comes after an event."""
+    """A barrier in a stream: work behind it comes after an event."""
 
     event: DeviceEvent
 

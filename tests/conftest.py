@@ -55,7 +55,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 class _FailedJobs(logging.Handler):
-    """What `BackgroundJobs` report of jobs for whose result nobody waits."""
+    """A record of failures that `BackgroundJobs` report of jobs for whose result nobody waits."""
 
     def __init__(self) -> None:
         super().__init__()

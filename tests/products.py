@@ -57,7 +57,7 @@ def above(product: str) -> list[str]:
 
 
 def imported(tree: ast.AST, modules: Collection[str]) -> Iterator[str]:
-    """Which of these modules a source imports when it runs, also within functions."""
+    """Modules among these that a source imports when it runs, also within functions."""
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()

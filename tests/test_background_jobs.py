@@ -30,8 +30,8 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 class Reference:
-    """What a queue with one thread does, as long as the thread is held by its first job: the order of what is taken, refusals
-    by reason, and failures."""
+    """A queue with one thread, as long as the thread is held by its first job: the order of what is taken, refusals by reason,
+    and failures."""
 
     def __init__(self, most: int | None) -> None:
         self.most, self.waiting, self.refused = most, list[int](), 0

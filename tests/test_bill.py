@@ -153,7 +153,7 @@ def test_prices_that_are_none(tmp_path: Path, prices: str) -> None:
 
 
 def test_a_ledger_that_is_moved_away(tmp_path: Path) -> None:
-    """What comes after the file was moved, as log rotation does, is in a new file; no line is lost."""
+    """Lines after the file was moved, as log rotation does, are in a new file; no line is lost."""
     path, moved = tmp_path / "usage.jsonl", tmp_path / "usage.1"
     ledger = UsageLedger(path)
     ledger.note("first", "", "r", 200, 0.1, TokenUsage(1))
@@ -194,9 +194,8 @@ def bill(folder: Path, *more: str) -> dict[str, Any]:
 
 
 def test_a_damaged_ledger(tmp_path: Path) -> None:
-    """What no front writes is counted and not billed: numbers below zero or that no
-    machine computes, times that no calendar has, halves of lines. A line
-    behind the zeros that a crash of the machine leaves is billed."""
+    """A line that no front writes is counted and not billed: numbers below zero or that no machine computes, times that no
+    calendar has, halves of lines. A line behind the zeros that a crash of the machine leaves is billed."""
     bad = [line(usage={"prompt": -500}), line(usage={"output": -1, "prompt": 9})]
     bad += [line(usage={"prompt": 10**30}), line(usage={"prompt": 9, "cached": 2**62})]
     bad += [line(time=253402300000), line(time=-1), line(time=1e300), line()[:50], "null", "[" * 99_999, "\udcff"]
@@ -230,7 +229,7 @@ def test_long_names_stand_apart(tmp_path: Path) -> None:
 
 
 def test_a_ledger_is_billed_once(tmp_path: Path) -> None:
-    """The same ledger under two names, as two patterns of a shell give it, is refused."""
+    """A ledger under two names, as two patterns of a shell give it, is refused."""
     (tmp_path / "usage.jsonl").write_text(line())
     (tmp_path / "link.jsonl").symlink_to("usage.jsonl")
     with pytest.raises(ConfigError, match="named twice"):

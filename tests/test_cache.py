@@ -36,7 +36,7 @@ def cache(stores: tuple[str, ...]) -> Iterator[Cache]:
 
 
 def test_repr_names_the_stores() -> None:
-    """What a notebook shows of a cache: the model, the sizes of a block, the tiers."""
+    """A notebook shows of a cache the model, the sizes of a block, the tiers."""
     with Cache("memory://?size=4MiB", model="mine", **SIZES) as cache:
         assert repr(cache) == "Cache('mine', blocks of 16 tokens and 256 bytes; memory)"
 

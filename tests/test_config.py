@@ -125,8 +125,8 @@ def test_variables_of_others_are_ignored(name: str) -> None:
 
 
 def test_keys_of_another_command_are_named(tmp_path: Path) -> None:
-    """What a file or the environment sets in a section of the command, and the command does not read, is named; whole sections
-    of other commands are not, since a file may be that of several."""
+    """A key that a file or the environment sets in a section of the command, and the command does not read, is named; whole
+    sections of other commands are not, since a file may be that of several."""
     path = write(tmp_path, "[engine]\nblock_size = 8\n[server]\nport = 1\nmax_queue = 5\n")
     given = GivenConfig.read(path, {"FOREWORD_SERVER_ROLE": "both"}, {})
     assert given.notes([("server", "port")], "route") == [

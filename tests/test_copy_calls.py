@@ -71,7 +71,7 @@ def made_driver(folder: Path, has_batch: bool) -> ctypes.CDLL:
 
 @pytest.mark.parametrize("has_batch", [True, False])
 def test_copies_by_calls_of_the_driver(tmp_path: Path, has_batch: bool) -> None:
-    """With the batch call, which an old driver does not have, and with a call for each block: scattered rows arrive."""
+    """Scattered rows arrive with the batch call, which an old driver does not have, and with a call for each block."""
     driver = made_driver(tmp_path, has_batch)
     call = CopyCall(torch.device("cpu"), driver)
     assert call.name == ("cuMemcpyBatchAsync" if has_batch else "cuMemcpyAsync for each block")
@@ -107,7 +107,9 @@ def test_a_ring_with_the_calls_of_a_driver(
     driver, stream = made_driver(tmp_path, has_batch), types.SimpleNamespace(cuda_stream=77)
     copies = DriverCopies(CopyCall(torch.device("cpu"), driver), lambda: stream)
     monkeypatch.setattr(foreword.offload.direct_tier, "copies_of", lambda device: copies)
-    engine: Any = direct(tier_blocks=10)
+    # A load is lent four blocks at once: half of the half of the tier that loads may have.
+    engine: Any = direct(tier_blocks=20)
+    engine.store(4, 10)
     engine.store(5, 5)
     engine.store(6, 4)
     engine.store(7, 4)  # into slots of which some were free, and others of evicted blocks

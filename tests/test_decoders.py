@@ -46,6 +46,6 @@ def test_threads_may_need_a_type_at_once() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b'{"a": "\xff"}', b"[" * 100_000], ids=range(6))
 def test_what_is_no_object(data: bytes) -> None:
-    """What is no JSON, not UTF-8, too deep, or another value than an object is read as an empty object."""
+    """A text that is no JSON, not UTF-8, too deep, or another value than an object is read as an empty object."""
     assert decode_object(b'{"a": 1}') == {"a": 1}
     assert decode_object(data) == {}

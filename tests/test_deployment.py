@@ -1,4 +1,4 @@
-"""What is in deploy/: the Helm chart, the systemd units and the images. Without a cluster, and without building images."""
+"""Files in deploy/: the Helm chart, the systemd units and the images. Without a cluster, and without building images."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def rendered(values: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def notes(values: dict[str, Any]) -> str:
-    """What Helm says after an installation."""
+    """Notes of Helm after an installation."""
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(DEPLOY / "chart")) as chart:
         files = chart.render(values, name="demo", namespace="prod")
@@ -449,8 +449,8 @@ def test_the_guides_install_starts(tmp_path: Path) -> None:
 
 
 def test_variables_of_services_are_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kubelet's variables for Services of any name below `foreword` the configuration is that without them; it has no
-    key of a name that only Kubernetes uses."""
+    """The configuration is the same without and with the kubelet's variables for Services of any name below `foreword`; it has
+    no key of a name that only Kubernetes uses."""
     given = kubelet_variables(*SERVICES)
     assert load_config(environ=given) == Config()
     for name, text in given.items():
@@ -525,8 +525,8 @@ def test_containers_have_no_privileges() -> None:
 
 
 def test_disruptions_and_spread() -> None:
-    """One pod of each workload may leave at a time, and a pod that is not ready may always; pods are spread where there is
-    room, unless their values say how."""
+    """A pod of each workload may leave at a time, and a pod that is not ready may always; pods are spread where there is room,
+    unless their values say how."""
     objects = rendered(EVERYTHING)
     pods = workloads(objects)
     budgets = {one["metadata"]["name"]: one["spec"] for one in objects if one["kind"] == "PodDisruptionBudget"}
@@ -551,7 +551,8 @@ def test_disruptions_and_spread() -> None:
 
 
 def test_routers_scale_by_processor_time() -> None:
-    """With an autoscaler of routers an upgrade does not set their number, and the autoscaler is that of their Deployment."""
+    """An upgrade does not set the number of routers where an autoscaler does, and the autoscaler is that of their
+    Deployment."""
     plain = [one for one in rendered(PLAIN) if one["kind"] in ("Deployment", "HorizontalPodAutoscaler")]
     assert [one["spec"].get("replicas") for one in plain] == [2]
     objects = rendered(routers(autoscaling={"enabled": True, "maxReplicas": 5}))
@@ -577,7 +578,7 @@ def test_the_query_is_of_one_release() -> None:
 
 
 def test_an_upgrade_of_one_replica() -> None:
-    """With one replica and no surge Helm says that an upgrade is an outage, and how to have none; with a surge a replica leaves
+    """Helm says of one replica without surge that an upgrade is an outage, and how to have none; with a surge a replica leaves
     after its successor has come."""
     for more, warns, strategy in (
         ({}, True, {"maxUnavailable": 1, "maxSurge": 0}),
@@ -671,7 +672,7 @@ def test_images(target: str, command: str) -> None:
 
 
 def test_context_of_images() -> None:
-    """What the images copy is in the context of their build, and nothing else: no environment, no tests."""
+    """Files that the images copy are in the context of their build, and nothing else: no environment, no tests."""
     copied = re.findall(r"^COPY (.+) \S+$", (DEPLOY / "Containerfile").read_text(), re.MULTILINE)
     sources = {name for line in copied for name in line.split()}
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
@@ -695,7 +696,7 @@ OFFLOADING = {
 
 
 def orchestrated(name: str, files: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is in a file of deploy/, and its schema."""
+    """Content of a file of deploy/, and its schema."""
     found = yaml.safe_load((DEPLOY / files[name]).read_text())
     return found, json.loads((ROOT / "tests" / "schemas" / f"{name}.json").read_text())
 
@@ -731,8 +732,8 @@ def vllm_arguments(name: str, found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", OFFLOADING)
 def test_offloading_under_orchestrators(name: str) -> None:
-    """The same holds of the files with vLLM's own offloading: vLLM gets the tier with a store that exists, in a mounted folder,
-    and no more host memory than is mounted for it."""
+    """Files with vLLM's own offloading hold to it too: vLLM gets the tier with a store that exists, in a mounted folder, and no
+    more host memory than is mounted for it."""
     transfer, found = checked(name, OFFLOADING)
     extra = transfer.pop("kv_connector_extra_config")
     assert transfer == {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}

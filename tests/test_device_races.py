@@ -55,7 +55,7 @@ class Copies:
 
     @property
     def slots(self) -> list[int]:
-        """Those that no load reads."""
+        """Slots that no load reads."""
         return [slot for slot in range(SLOTS) if self.load is None or slot not in self.load.slots]
 
     @property
@@ -374,6 +374,6 @@ def test_copies_keep_their_order(seed: int) -> None:
 
 @pytest.mark.extended
 def test_the_steps_without_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the planted races change is right without them."""
+    """The steps that the planted races change are right without the races."""
     monkeypatch.setattr(staging, "DeviceCopies", Planted)
     assert not any(wrong_bytes(seed) for seed in range(SEEDS))

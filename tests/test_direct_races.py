@@ -189,7 +189,7 @@ class Copies:
             self.store.delete([self.chance.choice(names)], deadline=soon())
 
     def _load(self) -> None:
-        """Of blocks that no other load has, since a damaged one would be damaged for both."""
+        """Begins to load blocks that no other load has, since a damaged one would be damaged for both."""
         taken = {name for one in self.loading for name in one.loan.names}
         names = [block.name for block in self.store.scan(deadline=soon()) if block.name not in taken]
         if not names or not self.units or not self.ring.free:
@@ -269,7 +269,8 @@ def _header(number: int) -> Header:
 
 
 def wrong(seed: int, ring: type[DeviceRing] = DeviceRing, copies: type[Copies] = Copies, steps: int = 40) -> list[str]:
-    """What random saves and loads find that is not as they were called. A failure of the ring or the store counts, too."""
+    """Describes what random saves and loads find that is not as they were called. A failure of the ring or the store counts,
+    too."""
     made = copies(seed, ring)
     try:
         for _ in range(steps):

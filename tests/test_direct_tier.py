@@ -210,8 +210,8 @@ def test_loads_leave_slots_for_saves(direct: Make) -> None:
 
 
 def test_a_share_is_never_used_up() -> None:
-    """Of half of a tier, each load is lent half of what is left, up to a limit, in whole pieces of the ring; a load that
-    finds nothing left gets a block. What is given back is lent again."""
+    """A load is lent half of what is left of half of a tier, up to a limit, in whole pieces of the ring; one that finds nothing
+    left gets a block. What is given back is lent again."""
     share = LentShare(512, 100)
     assert [share.take(50, 8, 5) for _ in range(5)] == [10, 10, 5, 3, 2]
     assert [share.take(50, 8, 5) for _ in range(3)] == [1, 1, 1]
@@ -272,7 +272,8 @@ def test_nothing_but_the_ring_is_on_the_device(direct: Make, monkeypatch: pytest
 
 
 def test_a_load_through_the_ring_is_aborted(direct: Make) -> None:
-    """Of blocks of a further tier, while its copies wait for a step: its blocks and piece are free when they have ended."""
+    """A load of a further tier's blocks that is aborted while its copies wait for a step frees its blocks and its piece when
+    the copies have ended."""
     behind = MemoryStore(1 << 20, label="behind")
     engine = direct(behind=[behind])
     engine.store(7, 8)
@@ -292,7 +293,7 @@ def test_a_load_through_the_ring_is_aborted(direct: Make) -> None:
 
 
 def test_a_tenant_with_its_quota_full_of_pins(direct: Make) -> None:
-    """What memory refuses since a tenant has used up its quota counts as failed if there is no further tier."""
+    """Blocks that memory refuses since a tenant has used up its quota count as failed if there is no further tier."""
     engine = direct(memory=MemoryStore(16 * FRAME, slot_bytes=FRAME, tenant_quota=0.25))
     engine.store(7, 4)
     assert engine.memory.pin(names_of_chain(7, 4), deadline=soon()) == 4
@@ -520,8 +521,8 @@ def locked_by(monkeypatch: pytest.MonkeyPatch, locks: Locks) -> None:
 def test_memory_that_may_not_be_locked_is_allocated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, early: bool
 ) -> None:
-    """As on a confidential machine: where the tier's memory cannot be page-locked, memory that is allocated so takes its place,
-    and one line says why. Blocks go straight there; one that came before is a miss."""
+    """Memory that cannot be page-locked, as on a confidential machine, is replaced by memory that is allocated so, and one line
+    says why. Blocks go straight there; one that came before is a miss."""
     small_pieces(monkeypatch)
     locks = Locks(refused=0, gives=True)
     locked_by(monkeypatch, locks)

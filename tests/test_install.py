@@ -1,4 +1,4 @@
-"""What the documented `pip install` lines bring: no CUDA on a machine without a GPU, and only what is used."""
+"""Packages that the documented `pip install` lines bring: no CUDA on a machine without a GPU, and only what is used."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def authorities(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def resolved(*requirements: str) -> tuple[dict[str, Any], ...]:
-    """What pip would install into an empty environment. Skips the test where pip reaches no index."""
+    """Packages that pip would install into an empty environment. Skips the test where pip reaches no index."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed", "--report", "-"]
     reaches = subprocess.run([*command, "--retries=0", "--no-deps", "xxhash"], cwd=ROOT, capture_output=True, text=True)
     if reaches.returncode:

@@ -1,4 +1,4 @@
-"""What is loaded of what a search has found: against a simple reference that tries every position, and in the simulator."""
+"""Loads out of what a search has found: against a simple reference that tries every position, and in the simulator."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ class Case:
 @pytest.mark.parametrize("whole", [True, False], ids=["full attention", "any groups"])
 @pytest.mark.parametrize("seed", represented(range(300), *range(0, 300, 4)))
 def test_the_load_that_saves_the_most(seed: int, whole: bool) -> None:
-    """Of all positions at which a load can end, the one that saves the most time, the first of several that save the same:
-    with one group of full attention each that the stores reach, otherwise those of the search. Nothing where none saves time,
-    which is counted, also where only the fixed cost is the reason. The plan names the blocks that this position needs and the
-    device does not hold."""
+    """The load that is chosen ends at the position that saves the most time, the first of several that save the same: with one
+    group of full attention each that the stores reach, otherwise those of the search. Nothing where none saves time, which is
+    counted, also where only the fixed cost is the reason. The plan names the blocks that this position needs and the device
+    does not hold."""
     case = Case(seed, whole=whole)
     found, costs = case.found(), case.costs()
     if whole or (len(case.groups) == 1 and case.groups[0].group.whole):
@@ -151,7 +151,7 @@ def _check_blocks(case: Case, plan: LoadPlan) -> None:
 
 @pytest.mark.parametrize("seed", represented(range(100), *range(0, 100, 4)))
 def test_the_simulator_decides_as_the_product(seed: int) -> None:
-    """Of the same blocks in the same tiers, with the same speeds, a simulated replica finds and loads the same."""
+    """A simulated replica finds and loads what the product does of the same blocks in the same tiers, with the same speeds."""
     case = Case(seed, whole=True)
     case.rates = [rate or 2.0**12 for rate in case.rates]
     size = case.groups[0].group.block_size

@@ -160,7 +160,7 @@ def test_outcomes_add_up_under_faults(over: Callable[..., Requests], seed: int) 
 
 
 def test_found_and_absent(over: Callable[..., Requests]) -> None:
-    """What is found counts as found, also where the rest is absent; the tokens tell both."""
+    """Blocks that are found count as found, also where the rest is absent; the tokens tell both."""
     store = MemoryStore(1 << 20)
     store.put(frames_of(1, 4), deadline=soon())
     store.put(frames_of(2, 1), deadline=soon())

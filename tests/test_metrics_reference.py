@@ -86,7 +86,7 @@ def collectors(registry: CollectorRegistry) -> Iterator[Any]:
 
 
 def server_engine() -> Any:
-    """What the server's metrics read of an engine with a store and a role."""
+    """An engine as the server's metrics read it, with a store and a role."""
     info = SimpleNamespace(
         name="m",
         max_model_len=100,

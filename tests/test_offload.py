@@ -171,7 +171,8 @@ def test_a_load_does_not_wait_for_promotion(made: Callable[..., Device]) -> None
 def test_a_promotion_waits_until_nothing_is_loaded(
     made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was loaded is not written into a faster tier while more may be loaded, and delays no save; a flush ends the wait."""
+    """Blocks that were loaded are not written into a faster tier while more may be loaded, and delay no save; a flush ends the
+    wait."""
     monkeypatch.setattr("foreword.offload.writer._PROMOTION_PAUSE", 1e6)
     monkeypatch.setattr("foreword.offload.writer._LONGEST_PAUSE", 1e6)
     device, fast, _ = with_slow_tier(made, 1, 4)
@@ -198,7 +199,7 @@ def test_a_promotion_waits_no_longer_than_its_limit(
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_load_ends_before_a_bad_block(made: Callable[..., Device], damaged: bool) -> None:
-    """Of a load with a lost or damaged block in the middle, the blocks before it count as loaded, and none behind it."""
+    """Blocks before a lost or damaged one in the middle of a load count as loaded, and none behind it."""
     store = MemoryStore(1 << 20)
     device = made(Spoiled(store, 5, damaged))
     device.save(0, 0, 8)
@@ -271,7 +272,7 @@ def test_a_bad_block_is_not_kept_by_the_faster_tier(made: Callable[..., Device],
 
 
 def test_what_is_erased_is_not_read_into_a_faster_tier(made: Callable[..., Device]) -> None:
-    """What a load has read before an erasure, into slots of the faster tier, is not found there behind it."""
+    """Blocks that a load has read before an erasure, into slots of the faster tier, are not found there behind it."""
     slow, fast = filled(0, 4), MemoryStore(1 << 20)
     device = made(fast, slow)
     reading, go_on, get = threading.Event(), threading.Event(), slow.get
@@ -295,8 +296,8 @@ def test_what_is_erased_is_not_read_into_a_faster_tier(made: Callable[..., Devic
 
 
 def test_a_load_that_begins_during_an_erasure() -> None:
-    """What a load reads from a tier that is not swept yet does not get into one that is, with and without a copy between; after
-    the erasure the same load's rest does not either, and a later load does."""
+    """Blocks that a load reads from a tier that is not swept yet do not get into one that is, with and without a copy between;
+    after the erasure the same load's rest does not either, and a later load does."""
     for size in (1 << 20, 2 * FRAME):  # the second has no room for reads into its slots of the whole chain
         slow, fast = filled(0, 4), MemoryStore(size, label="fast")
         device = Device(fast, slow)
@@ -350,8 +351,8 @@ def test_slots_of_a_read_that_hangs() -> None:
 
 
 def test_reads_that_would_read_nothing() -> None:
-    """Of a slower tier that is off, or a chain whose first block another load is reading, nothing is read into slots, and
-    nothing is evicted for it."""
+    """No slot is read into, and nothing evicted for it, from a slower tier that is off, or of a chain whose first block another
+    load is reading."""
     slow, fast = filled(0, 8), MemoryStore(8 * FRAME, label="fast")
     device = Device(fast, slow)
     device.save(1, 0, 7)
@@ -607,7 +608,7 @@ def test_what_waits_for_a_promotion_is_erased(made: Callable[..., Device]) -> No
 
 
 def test_a_small_tier_keeps_the_first_blocks_of_a_load(made: Callable[..., Device]) -> None:
-    """Of a load that a faster tier has no room for, it gets the first blocks, and loads after it push none of them out."""
+    """A faster tier without room for a load gets its first blocks, and loads after it push none of them out."""
     slow, fast = MemoryStore(1 << 20, label="slow"), MemoryStore(10 * (LAYOUT.block_bytes + 192), label="fast")
     other = Device(slow, slots=128)
     other.save(0, 0, 64)
@@ -700,7 +701,7 @@ def test_blocks_that_no_tier_stores_count_as_failed(made: Callable[..., Device])
 
 
 def test_blocks_that_do_not_fit_count_as_failed(made: Callable[..., Device]) -> None:
-    """Of a chain longer than the store, the stored blocks count as saved and the rest as failed."""
+    """The stored blocks of a chain longer than the store count as saved, and the rest as failed."""
     device = made(MemoryStore(4 * FRAME))
     device.save(0, 0, 7)
     assert device.offload.flush(PATIENCE)
@@ -872,7 +873,7 @@ def test_blocks_of_several_groups_move_through_frames(
 
 
 def test_saves_of_a_step_are_one_copy() -> None:
-    """What is saved within `saving` is gathered by one kernel for each group, and later work does not change it."""
+    """Blocks that are saved within `saving` are gathered by one kernel for each group, and later work does not change them."""
     pytest.importorskip("triton")
 
     class Counted(LazyQueues):

@@ -186,8 +186,8 @@ print([name for name, one in result.replicas.items() if one.steps])
 
 
 def test_a_bug_is_a_sentence(tmp_path: Path) -> None:
-    """What nobody expected, such as a package that fails when it is imported, is one line, which names a file with the
-    traceback."""
+    """An error that nobody expected, such as that of a package that fails when it is imported, is one line, which names a file
+    with the traceback."""
     (tmp_path / "bug.py").write_text("1 / 0")
     (tmp_path / "pyproject.toml").write_text(
         "[project]\nname = 'bug'\nversion = '1'\n[project.entry-points.'foreword.stores']\nbug = 'bug:BUG'\n"

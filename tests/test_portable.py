@@ -236,7 +236,7 @@ def test_packings_that_are_not_known(packing: str, tokens: int, dims: int) -> No
 
 
 class Rank:
-    """One rank of an instance: K and V of two layers, packed like vLLM's `vec`, over a shared store."""
+    """A rank of an instance: K and V of two layers, packed like vLLM's `vec`, over a shared store."""
 
     def __init__(
         self, store: Store, kv: Sequence[Tensor], block_size: int, shard: tuple[int, int], replicas: int
@@ -296,8 +296,8 @@ def instance(store: Store, kv: Sequence[Tensor], block_size: int, ranks: int) ->
     ("writer", "reader"), [((32, 1), (64, 2)), ((64, 2), (32, 1)), ((16, 4), (128, 1)), ((128, 1), (16, 4))]
 )
 def test_unequal_instances_share_a_store(heads: int, writer: tuple[int, int], reader: tuple[int, int]) -> None:
-    """What an instance of one block size and number of ranks saved, one of another loads: all of it, in the right places. Heads
-    that several ranks have are written once."""
+    """Blocks that an instance of one block size and number of ranks saved are loaded by one of another: all of them, in the
+    right places. Heads that several ranks have are written once."""
     draw = torch.Generator().manual_seed(7)
     kv = [torch.randn(256, heads, DIM, generator=draw) for _ in range(4)]
     keys = chain_keys(ROOT, range(256), 16)

@@ -42,7 +42,7 @@ class Pins(StorePins):
 
 
 class Storage(StoredPrefixes):
-    """One instance's view of a memory store."""
+    """An instance's view of a memory store."""
 
     def __init__(self, shared: MemoryStore | None = None) -> None:
         self.shared = shared or MemoryStore(1 << 16)
@@ -61,14 +61,14 @@ class Storage(StoredPrefixes):
 
 
 def tokenize(content: Content) -> list[int]:
-    """One token per character; chats are refused."""
+    """Makes one token per character; chats are refused."""
     if not isinstance(content, str):
         raise BadRequest("this model has no chat template")
     return [ord(char) for char in content]
 
 
 class Instance:
-    """One engine's service, and the budget of its device in blocks."""
+    """An engine's service, and the budget of its device in blocks."""
 
     def __init__(self, storage: Storage | None = None, budget: int = 1000) -> None:
         self.unpinned: list[int] = []
@@ -112,7 +112,7 @@ def test_versions_and_pins() -> None:
 
 
 def test_given_up() -> None:
-    """What is not finished leaves neither a name nor a reservation nor pinned blocks."""
+    """A registration that is not finished leaves neither a name nor a reservation nor pinned blocks."""
     instance = Instance()
     with instance.service.register("rules", "a" * 8) as registration:
         assert instance.kept.free == 998
@@ -126,7 +126,7 @@ def test_given_up() -> None:
 
 
 def test_two_registrations_of_one_name() -> None:
-    """Of two that register a name at once, the second is refused unless it replaces."""
+    """The second of two registrations of one name at once is refused unless it replaces."""
     instance = Instance()
     first, second = (instance.service.register("rules", text) for text in ("a" * 4, "b" * 4))
     third = instance.service.register("rules", "c" * 4, replace=True)
@@ -156,7 +156,8 @@ def test_a_store_that_fails_keeps_the_old_version() -> None:
 
 
 def test_other_instances_see_it() -> None:
-    """What one instance registers, replaces and removes, another sees; its KV is pinned there once it is computed."""
+    """A prefix that one instance registers, replaces and removes is seen by another; its KV is pinned there once it is
+    computed."""
     storage = Storage()
     here, there = Instance(storage), Instance(Storage(storage.shared))
     here.add("rules", "a" * 8)

@@ -57,7 +57,7 @@ def session(agent: str, name: str) -> tuple[list[dict[str, Any]], list[dict[str,
 
 
 def rendered(order: PromptOrder, agent: str, name: str) -> str:
-    """As most templates do: tools behind the first system message."""
+    """Renders as most templates do: tools behind the first system message."""
     messages, tools = order.arranged(*session(agent, name), "m")
     texts = [f"<{one['role']}>{one['content']}" for one in messages]
     return "".join((texts[0], f"<tools>{list(tools)}", *texts[1:]))
@@ -86,7 +86,8 @@ def test_sessions_of_known_agents_share_all_but_their_own(agent: str, order: Pro
 
 
 def test_tools_first() -> None:
-    """With tools first an empty system message holds the place before the tools, if there are tools and a system prompt."""
+    """An empty system message holds the place before the tools where tools come first, if there are tools and a system
+    prompt."""
     order = PromptOrder.parse(("tools-first",), ())
     messages, tools = session("opencode", "a")
     found, same = order.arranged(messages, tools, "m")
@@ -167,7 +168,7 @@ def test_twice_is_once(systems: list[str], description: str, options: Any) -> No
     ],
 )
 def test_mistakes_are_named(first: tuple[str, ...], lines: tuple[str, ...], named: str) -> None:
-    """What is no order, no client or no expression ends the start, and the message says what there is."""
+    """A text that is no order, no client or no expression ends the start, and the message says what there is."""
     with pytest.raises(ConfigError, match=r"template-order|volatile-lines") as error:
         PromptOrder.parse(first, lines)
     assert named in str(error.value)

@@ -169,7 +169,7 @@ def set_attributes(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("module", BROKEN)
 def test_broken_connectors_break_nothing_else(module: str) -> None:
-    """What broken connectors keep has other names than what Foreword's keeps."""
+    """Blocks that broken connectors keep have other names than those that Foreword's keeps."""
     broken = set_attributes(CHECKOUT / "tests" / "mutants" / f"{module}.py")
     whole = set_attributes(Path(check_claims.__file__).parents[1] / "integrations" / "vllm" / "connector.py")
     assert broken and whole and not broken & whole
@@ -181,13 +181,13 @@ def test_reports_reproducers_and_resuming(tmp_path: Path, monkeypatch: pytest.Mo
     drawn: list[RandomPrompts] = []
 
     def fails(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
-        """It fails."""
+        """Always fails."""
         drawn.append(draw)
         evidence.answers, evidence.wrong = 4, 1
         evidence.failing = [2] if len(draw.lengths) > 1 else [0]
 
     def passes(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
-        """It passes."""
+        """Always passes."""
         evidence.answers = 1
 
     monkeypatch.setattr(check_claims, "_CLAIMS", {"one.fails": fails, "two.passes": passes})
@@ -224,7 +224,7 @@ def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ran: list[tuple[str, Path | None]] = []
 
     def works(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
-        """It works."""
+        """Always works."""
         ran.append((session.target.python, session.target.files))
         evidence.answers = 4
         evidence.wrong = 1 if session.target.python.endswith("new") else 0
@@ -271,7 +271,7 @@ def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_environments_of_a_matrix(tmp_path: Path) -> None:
-    """What is wrong with an environment is said before anything runs."""
+    """A fault of an environment is said before anything runs."""
     plain = interpreter(tmp_path, "plain", "torch 3.0")
     twin = interpreter(tmp_path, "twin", "vllm 0.50.0")
     for given, why in (

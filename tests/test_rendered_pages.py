@@ -103,7 +103,7 @@ def outside_code(text: str) -> str:
 
 
 def faults(text: str) -> list[str]:
-    """What a page's Markdown says and its HTML does not show."""
+    """Parts of a page's Markdown that its HTML does not show."""
     page = rendered(text)
     found = []
     for one in page.all("ol"):

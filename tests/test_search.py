@@ -49,7 +49,7 @@ def _draw_groups(rng: random.Random, ranks: int) -> list[StoredGroup]:
 
 @pytest.mark.parametrize("seed", represented(range(150), *range(0, 150, 3)))
 def test_the_longest_position_of_all_ranks_and_tiers(seed: int) -> None:
-    """With random blocks in two tiers, for one or two ranks, the search finds the last position for which every group has on
+    """The search finds, with random blocks in two tiers, for one or two ranks, the last position for which every group has on
     every rank what it needs, and the tier of each block that is to be loaded."""
     rng = random.Random(seed)
     ranks = rng.choice((1, 2))
@@ -94,7 +94,7 @@ def test_the_longest_position_of_all_ranks_and_tiers(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", represented(range(150), *range(0, 150, 3)))
 def test_positions_without_the_slowest_tiers(seed: int) -> None:
-    """With random blocks in three tiers, `shorter` has the last positions for which full attention needs no block of the
+    """Positions in `shorter`, with random blocks in three tiers, are the last for which full attention needs no block of the
     slowest tier in use, and none of the two slowest; each with the places of what it needs."""
     rng = random.Random(1000 + seed)
     groups = [StoredGroup(KVGroup(GroupKind.FULL, KEY_SIZE), (b"f" * 16,))]

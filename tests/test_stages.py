@@ -19,7 +19,7 @@ CHECKOUT = Path(__file__).parent.parent
 
 
 def test_every_slow_test_has_a_stage() -> None:
-    """What pytest collects as slow is in a part that takes its turn, or is named as failing with its figure."""
+    """A test that pytest collects as slow is in a part that takes its turn, or is named as failing with its figure."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "-m", "slow", "-p", "no:xdist", "tests"]
     collected = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=300).stdout
     slow = {line.rpartition(":")[0] for line in collected.splitlines() if line.startswith("tests/")}

@@ -48,6 +48,16 @@ def file_names() -> set[str]:
     return repeated((path.name, str(path.parent)) for path in paths if path.name != "__init__.py")
 
 
+def test_a_number_names_one_decision() -> None:
+    """Records are referred to by their number: each has its own, in the name of its file and in its title."""
+    records = sorted((ROOT.parent / "dev" / "decisions").glob("[0-9]*.md"))
+    numbers = [record.name[:4] for record in records]
+    assert records and not repeated((number, record.name) for number, record in zip(numbers, records, strict=True))
+    assert not [
+        record.name for record in records if not record.read_text(encoding="utf-8").startswith(f"# {record.name[:4]}")
+    ]
+
+
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
@@ -140,22 +150,28 @@ def test_only_one_module_prepares_types() -> None:
     assert not found, "use foreword.decoders"
 
 
-def docstring_starts() -> set[str]:
-    """Docstrings, but for those of tests, whose first words name no object."""
-    vague = re.compile(r"(One|Those|What|Of|The same|It|They|Have)\b")
-    return {
-        f"{module}.{node.name}"
-        for module, (_, tree) in package().items()
+# First words that name no object, in the package and in the tests.
+VAGUE = re.compile(r"(One|Those|What|Of|The same|It|They|Have)\b")
+VAGUE_OF_TESTS = re.compile(r"(One|Those|What|Of|The same|It|They|Have|Which|That|With|As)\b")
+
+
+def docstring_starts(trees: Iterable[tuple[str, ast.Module]], vague: re.Pattern[str]) -> list[str]:
+    """Modules, classes and functions whose docstrings begin so."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        f"{place}:{getattr(node, 'name', '')}"
+        for place, tree in trees
         for node in ast.walk(tree)
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        and not node.name.startswith("test_")
-        and vague.match(ast.get_docstring(node) or "")
-    }
+        if isinstance(node, kinds) and vague.match(ast.get_docstring(node) or "")
+    ]
 
 
 def test_docstrings_name_their_object() -> None:
-    """A docstring begins with a verb or a noun of the field."""
-    assert not docstring_starts()
+    """A docstring of the package or of a test begins with a verb or a noun of the field."""
+    assert not docstring_starts(((name, tree) for name, (_, tree) in package().items()), VAGUE)
+    folder = ROOT.parent / "tests"
+    tests = ((path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(folder.rglob("*.py")))
+    assert not docstring_starts(((path.relative_to(folder).as_posix(), tree) for path, tree in tests), VAGUE_OF_TESTS)
 
 
 @dataclass(frozen=True)

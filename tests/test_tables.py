@@ -52,7 +52,7 @@ def _conversations(draw: Random) -> Callable[[int], object]:
 
 
 def _long_prompts(draw: Random) -> Callable[[int], object]:
-    """Of a router, which compares long prompts only."""
+    """Fills the tables of a router, which compares long prompts only."""
     finder = MissFinder(window=8192)
 
     def one(number: int) -> None:
@@ -154,7 +154,7 @@ TABLES = {
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "conversations" else ()) for name in TABLES]
 )
 def test_full_after_ten_thousand(name: str) -> None:
-    """As many pieces of memory are in use after 30,000 entries as after 20,000."""
+    """Memory after 30,000 entries is in as many pieces as after 20,000."""
     enter = TABLES[name](Random(1))
     gc.collect()
     before, found = sys.getallocatedblocks(), []

@@ -42,8 +42,8 @@ class Paged(NamedTuple):
 
 
 class Threads:
-    """What kv_transfer has of `threading`, and the threads that it starts: they run when it is their turn, and end when they
-    would wait."""
+    """Stand-in for the parts of `threading` that kv_transfer has, and the threads that it starts: they run when it is their
+    turn, and end when they would wait."""
 
     def __init__(self) -> None:
         self.ready: list[Callable[[], object]] = []
@@ -452,7 +452,7 @@ class GivenBackWhileRead(KVSend):
 
 
 class GivenBackWhenRead(KVSend):
-    """It does not wait for the link. On a device that is no race: what is sent was copied."""
+    """A mutant that gives blocks back without waiting for the link. On a device that is no race: what is sent was copied."""
 
     def _send_part(self, part: KVPart, buffers: list[Buffer]) -> None:
         if not self.over:
@@ -481,7 +481,7 @@ class MarkOfTheFirstLayer(KVRange):
 
 
 def planted(*races: type) -> list[tuple[object, str, type]]:
-    """What `monkeypatch.setattr` takes."""
+    """The arguments that `monkeypatch.setattr` takes."""
     return [(kv_transfer, race.__mro__[1].__name__, race) for race in races]
 
 
@@ -515,6 +515,6 @@ def test_transfers_keep_their_order(seed: int, on_device: bool, monkeypatch: pyt
 
 @pytest.mark.extended
 def test_the_steps_without_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the planted races change is right without them."""
+    """The steps that the planted races change are right without the races."""
     monkeypatch.setattr(kv_view, "DeviceRows", Copies)
     assert not any(wrong_bytes(seed, monkeypatch) for seed in range(SEEDS))

@@ -1,4 +1,4 @@
-"""One concept, one word (docs/glossary.md); lines that fit a terminal; files that exist."""
+"""Words, one for each concept (docs/glossary.md); lines that fit a terminal; files that exist."""
 
 from __future__ import annotations
 

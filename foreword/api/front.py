@@ -1,4 +1,4 @@
-"""What happens to every request of every front, whatever HTTP stack it comes from.
+"""Handling of every request of every front, whatever HTTP stack it comes from.
 
 A request is matched with a route, and then: rights, quota, body within its limits, handler, charge, errors in the route's
 format, one outcome in the metrics, one line in the log. Handlers get a `Call` and return an `Answer`, an object that is sent as

@@ -1,4 +1,4 @@
-"""What every front promises: the server, the router, the endpoint picker, the middleware for vLLM. See the package."""
+"""Promises of every front: the server, the router, the endpoint picker, the middleware for vLLM. See the package."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class FrontContract:
                 assert named is None or named + cached == usage["prompt"]
 
     def test_bodies_within_limits(self, front: RunningFront) -> None:
-        """What is not JSON, not declared as JSON or longer than any prompt is refused with its status."""
+        """A body that is not JSON, not declared as JSON or longer than any prompt is refused with its status."""
         for route in front.routes:
             if not isinstance(route.body, JsonBody):
                 continue

@@ -145,8 +145,9 @@ def _bind_advice(error: OSError) -> str:
 
 
 @asynccontextmanager
-async def serving(front: Front, listener: socket.socket, config: ServerConfig) -> AsyncIterator[None]:
-    """Serve a front on a socket, on the running event loop, until the end of the block."""
+async def serving(front: Front, listener: socket.socket, config: ServerConfig) -> AsyncIterator[Callable[[], int]]:
+    """Serve a front on a socket, on the running event loop, until the end of the block. Yields a function that accepts no more
+    connections, closes those between two requests, and returns the number of the others."""
     most = max(min(config.max_connections, open_files() - _OTHER_FILES), 1)
     connections = ClientConnections(most, config.head_timeout, config.write_timeout)
     http = web.Server(
@@ -164,8 +165,13 @@ async def serving(front: Front, listener: socket.socket, config: ServerConfig) -
         begin()
     server = await asyncio.get_running_loop().create_server(factory, sock=listener, backlog=_BACKLOG)
     sweep = background(connections.sweep(), "closing connections that exceed a limit")
+
+    def leave() -> int:
+        server.close()
+        return connections.close_idle()
+
     try:
-        yield
+        yield leave
     finally:
         server.close()
         await runner.cleanup()
@@ -373,6 +379,13 @@ class ClientConnections:
     def discard(self, transport: asyncio.BaseTransport) -> None:
         self._open.pop(transport, None)
 
+    def close_idle(self) -> int:
+        """Close connections whose last request is answered, the others after that. Returns how many are left."""
+        for transport, one in list(self._open.items()):
+            if one.head_since is None and one.close_after_answer():
+                del self._open[transport]
+        return len(self._open)
+
     async def sweep(self) -> None:
         """Close connections that exceed a limit. Runs until it is cancelled."""
         while True:
@@ -443,6 +456,14 @@ class ClientConnection(asyncio.Protocol):
         if not unread or unread != self._unread:
             self._unread, self._unread_since = unread, now
         return now - self._unread_since
+
+    def close_after_answer(self) -> bool:
+        """Close, at once or after the answer to a request that has come whole. Whether it was at once."""
+        if not self.requests:
+            self.transport.close()
+        elif self.exchange is not None and self.exchange.request.content.is_eof():
+            self._inner.close()  # reads nothing more
+        return not self.requests
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]

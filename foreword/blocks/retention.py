@@ -1,4 +1,4 @@
-"""What a request asks to keep, and what became of it (`blocks/leases.py` is the book)."""
+"""Prefixes that a request asks to keep, and what became of them (`blocks/leases.py` is the book)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands have in common: how `--help` lists options and examples, and checks of files that they write."""
+"""Parts that the commands have in common: how `--help` lists options and examples, and checks of files that they write."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class BudgetContract:
         assert present(small, chain) == [True] * 4 and present(small, other) == [False] * 4
 
     def test_a_shared_prefix_outlives_a_branch(self, small: Store) -> None:
-        """Of two chains with a common prefix the older branch is evicted, and the prefix stays with the newer one."""
+        """The older branch of two chains with a common prefix is evicted, and the prefix stays with the newer one."""
         head = make_frames(44, 2, SMALL_PAYLOAD)
         old, new = (make_frames(seed, 3, SMALL_PAYLOAD, after=head[-1]) for seed in (45, 46))
         put_all(small, [*head, *old])
@@ -108,7 +108,7 @@ class BudgetContract:
         assert present(small, chain) == [True, True, False, False]
 
     def test_a_chain_longer_than_the_store(self, small: Store) -> None:
-        """Of a chain that does not fit, the first blocks are kept: a put never evicts its own blocks or their parents."""
+        """The first blocks of a chain that does not fit are kept: a put never evicts its own blocks or their parents."""
         chain = make_frames(53, SMALL_BLOCKS + 4, SMALL_PAYLOAD)
         put_all(small, make_frames(54, 3, SMALL_PAYLOAD))
         assert put_all(small, chain) == SMALL_BLOCKS

@@ -219,7 +219,7 @@ class ReserveContract:
         small_reserving.abandon(reserved)
 
     def test_a_frame_that_is_reserved_and_too_long(self, small_reserving: Store) -> None:
-        """It gets no slot, and nothing is evicted for it."""
+        """A frame that is longer than its reservation gets no slot, and nothing is evicted for it."""
         chain = make_frames(135, 4, SMALL_PAYLOAD)
         put_all(small_reserving, chain)
         reserved = reserve(small_reserving, make_frames(136, 1, SMALL_BYTES))

@@ -87,7 +87,7 @@ class StoreContract(ReadContract, BudgetContract, ReserveContract):
         assert list(store.known([])) == []
 
     def test_what_a_store_knows_of_blocks_of_another_object(self, store: Store, second: Store) -> None:
-        """What another object puts on the same data, also another process, is at no moment known to be absent."""
+        """A block that another object puts on the same data, also another process, is at no moment known to be absent."""
         for seed in range(94, 97):
             frames = make_frames(seed, 3, 900)
             store.known(names_of(frames))
@@ -186,7 +186,7 @@ class StoreContract(ReadContract, BudgetContract, ReserveContract):
         assert store.present([names[chosen[0]], names[chosen[1]]], deadline=soon()) == [False, True]
 
     def test_layouts_are_kept_apart(self, store: Store) -> None:
-        """The same key under two layouts names two blocks."""
+        """A key under two layouts names two blocks."""
         mine = make_frames(12, 3, 500)
         others = [frame(replace(one.header, layout=b"another layout!!"), bytes(500)) for one in mine]
         store.put(mine, deadline=soon())
@@ -429,7 +429,7 @@ class StoreContract(ReadContract, BudgetContract, ReserveContract):
         assert read(second, frames[:2]) == whole(frames[:2])
 
     def test_a_record_is_added_once(self, store: Store, second: Store) -> None:
-        """Of several that add a record at once all get the same one, which stays; one that is there already is returned."""
+        """All that add a record at once get the same one, which stays; one that is there already is returned."""
         started = threading.Barrier(4)
 
         def add(number: int) -> set[bytes]:

@@ -1,4 +1,4 @@
-"""What remote prefill and migration use of the engine around them."""
+"""Parts of the engine that remote prefill and migration use."""
 
 from __future__ import annotations
 

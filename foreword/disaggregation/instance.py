@@ -1,4 +1,4 @@
-"""One engine among other instances: what it does for them and asks of them, over the package `transfer`.
+"""An engine among other instances: what it does for them and asks of them, over the package `transfer`.
 
 Calls of the service come on a connection's thread and are quick: they write KV, or post work to the engine's thread. Everything
 that touches blocks or queues happens on the engine's thread.

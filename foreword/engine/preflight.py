@@ -1,4 +1,4 @@
-"""What can be said to be wrong with a configuration of the engine without torch and without connections.
+"""Checks of an engine's configuration that need neither torch nor connections.
 
 Importing torch and loading a model take seconds to minutes, so this comes first. What can only be known later, such as the
 memory of a device, is checked then.

@@ -1,4 +1,4 @@
-"""What the scheduler schedules: the state of a sequence, and the steps made of sequences. Pure."""
+"""Sequences to be scheduled: the state of a sequence, and the steps made of sequences. Pure."""
 
 from __future__ import annotations
 

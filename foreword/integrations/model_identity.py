@@ -1,4 +1,4 @@
-"""What names a model of Transformers that is in memory: its configuration, code and weights, wherever they came from."""
+"""The identity of a model of Transformers that is in memory: its configuration, code and weights, wherever they came from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the offload counts: blocks, loads, and the lookups of requests in all tiers."""
+"""Counters of the offload: blocks, loads, and the lookups of requests in all tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the offload manager asks of the copies straight between a device and the memory tier, as types.
+"""Calls of the offload manager to the copies straight between a device and the memory tier, as types.
 
 `direct_tier.py` implements them, and type checkers read them. A process without such copies does not import them.
 """

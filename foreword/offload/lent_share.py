@@ -1,4 +1,4 @@
-"""What loads are lent of a memory tier: never all of it, however many they are."""
+"""The share of a memory tier that loads are lent: never all of it, however many they are."""
 
 from __future__ import annotations
 

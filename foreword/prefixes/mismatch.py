@@ -1,4 +1,4 @@
-"""What an audit of hits reports: a cached block whose KV is not what its tokens give."""
+"""A report of an audit of hits: a cached block whose KV is not what its tokens give."""
 
 from __future__ import annotations
 

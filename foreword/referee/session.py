@@ -1,4 +1,4 @@
-"""What the claims of `foreword conform` use: what is under test, its processes, prompts, reference answers, evidence."""
+"""The session of the claims of `foreword conform`: the connector under test, its processes, prompts, answers, evidence."""
 
 from __future__ import annotations
 

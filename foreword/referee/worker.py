@@ -1,4 +1,4 @@
-r"""One vLLM, with or without a KV connector, in one process; `process.py` starts it and says what to do.
+r"""A vLLM, with or without a KV connector, in one process; `process.py` starts it and says what to do.
 
 Imports nothing of Foreword, so that any interpreter with vLLM can run it. Lines of JSON come on standard input, and each has
 one line of JSON as answer on standard output. The first line says what to start; `llm` are arguments of vLLM's `LLM`:

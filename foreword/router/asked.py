@@ -1,4 +1,4 @@
-"""What a request asks of the model, as digests: the same for each client, and for each retry of a client.
+"""Digests of what a request asks of the model: the same for each client, and for each retry of a client.
 
 Retries differ in transport details: ids, `user`, `metadata`, `stream`, a `seed`. They ask the same all the same. A digest has
 the fields that reach the model, in whatever order, and no others. Requests that differ in a counter or a time near the end of

@@ -1,4 +1,4 @@
-"""One attempt to serve a request on a replica, what its errors mean, and the log of the last placement decisions."""
+"""An attempt to serve a request on a replica, what its errors mean, and the log of the last placement decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One choice of a streamed response: what the client has of it, and how another replica continues it."""
+"""A choice of a streamed response: what the client has of it, and how another replica continues it."""
 
 from __future__ import annotations
 

@@ -6,19 +6,16 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foreword import __version__
 from foreword.api import http
 from foreword.api.http import bind, configure_logging, url_of
-from foreword.config import check_folder
 from foreword.errors import ConfigError
-from foreword.process_config import ServerConfig, check_source
+from foreword.process_config import ServerConfig
 from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
@@ -37,7 +34,6 @@ logger = logging.getLogger(__name__)
 _GC_THRESHOLDS = (5_000, 10, 100)
 # How long a tokenizing thread may keep the interpreter from the event loop.
 _SWITCH_SECONDS = 0.0005
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # A stream needs two connections: to the client and to the replica.
 _MIN_OPEN_FILES = 4096
 
@@ -52,12 +48,6 @@ def check(config: Config) -> list[ReplicaSpec]:
     if (extras := extras_of(config)) is not None:
         extras.check(config)
     order_for(config.server)
-    if given.tokenizer is not None:
-        _check_tokenizer(given.tokenizer)
-    if given.audit_reports is not None:
-        check_folder(given.audit_reports)
-    if given.prefix_file is not None:
-        check_folder(os.path.dirname(os.path.abspath(given.prefix_file)))
     RouterAuth(config)  # raises configuration errors early
     return specs
 
@@ -78,22 +68,13 @@ def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
         return runner.run(_serve(listener, specs, Router(config, current)))
 
 
-def _check_tokenizer(source: str) -> None:
-    """Raises ConfigError or ModelNotFound for what has no tokenizer."""
-    if check_source(source, "a tokenizer"):
-        folder = Path(source).expanduser()
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            raise ConfigError(f"--tokenizer {source}: the folder has no {_TOKENIZER_FILES[0]}")
-
-
 async def _serve(listener: socket.socket, specs: list[ReplicaSpec], router: Router) -> int:
-    stop = asyncio.Event()
-    http.catch_signals(stop.set)
+    http.catch_signals(router.ending.set)
     async with serving(listener, specs, router):
         # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
         gc.collect()
         gc.freeze()
-        await stop.wait()
+        await router.ending.wait()
         await _drain(router, router.server_config.drain_seconds)
     logger.info("stopped")
     return 0
@@ -108,7 +89,7 @@ async def serving(listener: socket.socket, specs: list[ReplicaSpec], router: Rou
     try:
         discovery.start(specs)
         await router.joined()
-        async with http.serving(front, listener, router.server_config):
+        async with http.serving(front, listener, router.server_config) as router.leave:
             logger.info("Foreword %s routes on %s", __version__, url_of(listener))
             async with _picking(router, router.server_config):
                 yield router

@@ -1,4 +1,4 @@
-"""What the router makes of a client's body: a request, and the bodies for replicas, with as few changes as possible."""
+"""Readings of a client's body: a request, and the bodies for replicas, with as few changes as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica reports in its `/metrics`: number of requests, block size, capacity, memory usage and weights."""
+"""Reports of a replica in its `/metrics`: number of requests, block size, capacity, memory usage and weights."""
 
 from __future__ import annotations
 

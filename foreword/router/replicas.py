@@ -1,4 +1,4 @@
-"""One replica as the router sees it: its specification, its circuit breaker, its health, and what it serves. Sends probes;
+"""A replica as the router sees it: its specification, its circuit breaker, its health, and what it serves. Sends probes;
 decides nothing.
 """
 

@@ -113,6 +113,7 @@ class Router:
     Attributes:
         front: its HTTP front, once it serves.
         on_serving: functions that are called on the event loop when it begins to serve.
+        ending: set, the process drains and ends. leave: what `http.serving` yields.
         fronts: this one, and that of the picker.
     """
 
@@ -146,7 +147,8 @@ class Router:
         self.metrics = RouterMetrics()
         self.cost_kinds = CostKinds()
         self._use_extras(config)
-        self.stopping = asyncio.Event()
+        self.ending, self.stopping = asyncio.Event(), asyncio.Event()
+        self.leave: Callable[[], int] = lambda: 0
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
         self.on_serving: list[Callable[[], None]] = []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from foreword.api.front import Handler
 from foreword.api.routes import Routes
 from foreword.api.stored_responses import StoredResponses
-from foreword.config import parse_bytes
+from foreword.config import check_folder, parse_bytes
+from foreword.errors import ConfigError
 from foreword.observability.recording import TraceRecorder
-from foreword.process_config import RouterConfig, ServerConfig
+from foreword.process_config import RouterConfig, ServerConfig, check_source
 from foreword.router.attempt import Attempt
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import ApplyReplicas, Audit, Order, RouterExtras
@@ -36,10 +38,19 @@ if TYPE_CHECKING:
     from foreword.tokens.tokenizer import Tokenizer
 
 
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
 class InstalledExtras(RouterExtras):
     """The extras of this package."""
 
     def check(self, config: Config) -> None:
+        if config.router.tokenizer is not None:
+            _check_tokenizer(config.router.tokenizer)
+        if config.router.audit_reports is not None:
+            check_folder(config.router.audit_reports)
+        if config.router.prefix_file is not None:
+            check_folder(os.path.dirname(os.path.abspath(config.router.prefix_file)))
         if config.router.picker is not None:
             from foreword.router_extras.gateway.server import check_config
 
@@ -134,3 +145,11 @@ class InstalledExtras(RouterExtras):
         prefixes_api.add_routes(routes, router, prefixes)
         cache_api.add_routes(routes, router)
         dashboard.add_routes(routes, router)
+
+
+def _check_tokenizer(source: str) -> None:
+    """Raises ConfigError or ModelNotFound for what has no tokenizer."""
+    if check_source(source, "a tokenizer"):
+        folder = Path(source).expanduser()
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise ConfigError(f"--tokenizer {source}: the folder has no {_TOKENIZER_FILES[0]}")

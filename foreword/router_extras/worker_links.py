@@ -1,4 +1,4 @@
-"""What the extras tell the other workers of a router, and hear from them."""
+"""Messages between the extras and the other workers of a router."""
 
 from __future__ import annotations
 

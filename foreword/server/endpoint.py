@@ -1,4 +1,4 @@
-"""What every endpoint needs: the engine, limits of a request, and threads for tokenizing."""
+"""Parts that every endpoint needs: the engine, limits of a request, and threads for tokenizing."""
 
 from __future__ import annotations
 

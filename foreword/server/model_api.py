@@ -1,4 +1,4 @@
-"""What is served, and its tokenizer: models, tokenize, detokenize."""
+"""Endpoints of the served model and its tokenizer: models, tokenize, detokenize."""
 
 from __future__ import annotations
 

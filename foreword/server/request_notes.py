@@ -1,4 +1,4 @@
-"""What a server notes of its requests: those that run, the newest finished ones, and the causes of their cache misses."""
+"""Notes of a server about its requests: those that run, the newest finished ones, and the causes of their cache misses."""
 
 from __future__ import annotations
 

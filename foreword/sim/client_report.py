@@ -1,4 +1,4 @@
-"""What another order of prompts would give each client of a recording of whole requests (`prompt_order`).
+"""Gains that another order of prompts would give each client of a recording of whole requests (`prompt_order`).
 
 A recording has a line of JSON for each request, in the order in which they came:
 

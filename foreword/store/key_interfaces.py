@@ -1,4 +1,4 @@
-"""What stores and engines ask of the keys that seal what stores keep, as types.
+"""Calls of stores and engines to the keys that seal what stores keep, as types.
 
 `sealing.py` and `data_keys.py` implement them, and type checkers read them. A process without keys does not import them.
 """

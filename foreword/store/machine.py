@@ -1,4 +1,4 @@
-"""What processes of one machine agree on: its boot, and the clock that has counted since.
+"""Facts that processes of one machine agree on: its boot, and the clock that has counted since.
 
 The wall clock of a machine may be wrong, and may be set at any moment; the name of a host is chosen by those who start it. A
 boot has an id that no other boot ever has, and one monotonic clock for all processes, which measures how long something takes.

@@ -1,4 +1,4 @@
-"""One tier of a tiered store: a store with counters, a circuit breaker, threads, and a measured read rate."""
+"""A tier of a tiered store: a store with counters, a circuit breaker, threads, and a measured read rate."""
 
 from __future__ import annotations
 

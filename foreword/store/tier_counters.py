@@ -1,4 +1,4 @@
-"""What is measured in one tier of a tiered store: counters and the read rate."""
+"""Measurements of one tier of a tiered store: counters and the read rate."""
 
 from __future__ import annotations
 

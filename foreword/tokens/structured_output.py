@@ -1,4 +1,4 @@
-"""What the generated text of a request must match, and how large that may be."""
+"""Formats that the generated text of a request must match, and how large they may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be said to be wrong with transfers and with stores of other instances, without connections."""
+"""Checks of transfers, and of stores of other instances, that need no connections."""
 
 from __future__ import annotations
 

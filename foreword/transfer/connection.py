@@ -1,4 +1,4 @@
-"""One connection to a peer: it carries any number of transfers and fetches, in both directions.
+"""A connection to a peer: it carries any number of transfers and fetches, in both directions.
 
 A channel's thread writes; another thread reads and dispatches. Any failure of the link ends the connection once: both threads
 stop, queued payloads are released, and every transfer is notified.

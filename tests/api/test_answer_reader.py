@@ -132,7 +132,7 @@ def output(deltas: list[ChoiceDelta]) -> tuple[list[tuple[str, str, str, str]], 
 
 
 def streamed(*deltas: ChoiceDelta) -> tuple[list[ChoiceDelta], ChoiceReader]:
-    """What a reader makes of a chat writer's stream."""
+    """Reads a chat writer's stream with a reader, and returns what it made of it."""
     request = parse(
         "chat", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
     )
@@ -160,7 +160,7 @@ def test_logprobs_are_read() -> None:
 
 
 def test_whole_responses_are_read() -> None:
-    """The same for a response that is not streamed."""
+    """A response that is not streamed is read as the stream of the same answer is."""
     writer = writer_for(parse("chat", messages=[{"role": "user", "content": "x"}]), HEAD)
     for delta in SENTENCE:
         writer.add(delta)
@@ -259,7 +259,7 @@ def test_errors_keep_their_kind() -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_counts_of_every_dialect(dialect: DialectName) -> None:
-    """Of a stream and of a whole answer: tokens, whether output began, and the end where the dialect has one."""
+    """Counts of a stream and of a whole answer: tokens, whether output began, and the end where the dialect has one."""
     streams = {"stream": True, "stream_options": {"include_usage": True}}
     asked: dict[DialectName, dict[str, Any]] = {
         "chat": {"messages": [{"role": "user", "content": "x"}], **streams},

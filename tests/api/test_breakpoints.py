@@ -77,7 +77,7 @@ def test_tools(tokenizer: Tokenizer) -> None:
 
 
 def test_limits_and_the_whole_prompt(tokenizer: Tokenizer) -> None:
-    """Of many breakpoints the last ones count; a retention of the whole prompt ends at its last token."""
+    """The last ones of many breakpoints count; a retention of the whole prompt ends at its last token."""
     many = [kept("user" if i % 2 == 0 else "assistant", f"message {i}", 300.0) for i in range(9)]
     found, tokens = positions(tokenizer, *many, cache=CacheControl(retention=86_400.0), tools=(Tool("f"),))
     assert len(found) == MAX_BREAKPOINTS + 1
@@ -86,7 +86,7 @@ def test_limits_and_the_whole_prompt(tokenizer: Tokenizer) -> None:
 
 
 def test_written_tokens() -> None:
-    """What was cached is not written; what was clipped or refused is not written either."""
+    """Tokens that were cached are not counted as written; nor are those that were clipped or refused."""
     wishes = [Retention(100, 3600.0), Retention(200, 300.0), Retention(300, 300.0)]
 
     def answers(*tokens: int) -> list[RetentionAnswer]:

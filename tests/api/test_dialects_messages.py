@@ -144,7 +144,7 @@ def test_cache_control() -> None:
     ],
 )
 def test_bad_bodies(fields: dict[str, Any], message: str) -> None:
-    """What is wrong is named by its path."""
+    """A fault of a body is named by its path."""
     with pytest.raises(BadRequest) as caught:
         body(**fields)
     assert message in caught.value.message
@@ -169,7 +169,7 @@ def test_client_reads_a_whole_message() -> None:
 
 
 def test_client_reads_a_stream() -> None:
-    """The same message, put together by the client from the events."""
+    """A client puts the same message together from the events of a stream."""
     with client_of(DialectServer()) as client:
         whole = client.messages.create(model="nano", max_tokens=9, messages=HI)
         with client.messages.stream(model="nano", max_tokens=9, messages=HI) as stream:
@@ -210,7 +210,7 @@ def test_client_raises_its_own_exceptions() -> None:
 
 
 def test_usage_adds_up() -> None:
-    """What was read, written and computed is the whole prompt."""
+    """Tokens that were read, written and computed add up to the whole prompt."""
     usage = usage_of(USAGE)
     parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     assert sum(usage[name] for name in parts) == USAGE.prompt_tokens

@@ -234,7 +234,7 @@ def test_completion_fields() -> None:
     ],
 )
 def test_bad_chats(fields: dict[str, Any], message: str) -> None:
-    """What is wrong is named by its path, with what was sent."""
+    """A fault of a body is named by its path, with what was sent."""
     with pytest.raises(BadRequest) as caught:
         chat(**fields)
     assert message in caught.value.message

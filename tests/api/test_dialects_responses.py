@@ -126,7 +126,7 @@ def test_fields() -> None:
     ],
 )
 def test_bad_bodies(fields: dict[str, Any], message: str) -> None:
-    """What is wrong is named by its path; tools of OpenAI's own servers are refused clearly."""
+    """A fault of a body is named by its path; tools of OpenAI's own servers are refused clearly."""
     with pytest.raises(BadRequest) as caught:
         body(**fields)
     assert message in caught.value.message

@@ -206,7 +206,7 @@ HERE, AWAY = "127.0.0.1", "10.1.2.3"
     ],
 )
 def test_rights(keys: bool, admin: bool, key: str, address: str, expected: str) -> None:
-    """What each caller may do with and without API keys and an admin key: docs/operations/security.md has this table."""
+    """Rights of each caller with and without API keys and an admin key: docs/operations/security.md has this table."""
     tenants = Tenants([(b"alice-key", ALICE)] if keys else [])
     rights = Rights(tenants, "boss" if admin else None)
     asked = (Right.TENANT, Right.OWNER, Right.STATE, Right.OPERATOR)
@@ -217,7 +217,8 @@ def test_rights(keys: bool, admin: bool, key: str, address: str, expected: str) 
     ("report", "temprature", 200), ("ignore", "temprature", 200), ("refuse", "temprature", 400), ("refuse", "user", 200),
 ])  # fmt: skip
 def test_fields_without_effect(mode: str, field: str, status: int) -> None:
-    """They are named, refused or not mentioned, as the operator says; what clients of OpenAI send is never refused."""
+    """Fields without effect are named, refused or not mentioned, as the operator says; what clients of OpenAI send is never
+    refused."""
     served, counts = front(route(answer, "POST", body=JsonBody.of(DetokenizeBody)))
     served.unknown = mode
     client = Client()

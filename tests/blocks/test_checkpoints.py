@@ -1,4 +1,4 @@
-"""Which blocks a request saves so that later requests can continue."""
+"""Checkpoints: which blocks a request saves so that later requests can continue."""
 
 from __future__ import annotations
 

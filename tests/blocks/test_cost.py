@@ -92,7 +92,7 @@ def test_free_list_operations_do_not_depend_on_its_length(name: str) -> None:
 
 @pytest.mark.parametrize("operation", ["allocate", "share", "release", "lookup"])
 def test_pool_operations_do_not_depend_on_its_size(operation: str) -> None:
-    """What happens to four blocks costs the same in a pool of 10 and in one of 10 000, all of them cached."""
+    """Operations on four blocks cost the same in a pool of 10 and in one of 10 000, all of them cached."""
     costs = set()
     for num_blocks in (10, 10_000):
         pool = BlockPool(num_blocks)
@@ -114,7 +114,7 @@ def test_pool_operations_do_not_depend_on_its_size(operation: str) -> None:
 
 
 def test_a_decoding_step_does_not_depend_on_the_sequence() -> None:
-    """One more token costs the same after 20 and after 2 000 tokens, whether it stays in its block or begins or fills one."""
+    """A decoded token costs the same after 20 and after 2 000 tokens, whether it stays in its block or begins or fills one."""
     costs = []
     for length in (20, 2_000):
         cache = PrefixCache(400, 8)

@@ -26,7 +26,7 @@ def admit(cache: PrefixCache, tokens: list[int]) -> tuple[BlockTable, int]:
 
 
 def decode(cache: PrefixCache, table: BlockTable, token: int) -> None:
-    """One generated token, whose KV the next step computes."""
+    """Generates one token, whose KV the next step computes."""
     table.append(token)
     assert cache.advance(table, len(table))
     cache.check()
@@ -111,7 +111,7 @@ def test_the_copy_is_dropped_when_it_is_freed(first_ends_first: bool) -> None:
 
 
 def test_with_a_partly_filled_block_to_copy() -> None:
-    """With the partial block of the first prompt noted, the second request copies E and F and recomputes only G."""
+    """A second request copies E and F and recomputes only G where the partial block of the first prompt was noted."""
     cache = PrefixCache(10, 4)
     first, _ = admit(cache, PAIR)
     cache.note_partial(first, 7)

@@ -103,7 +103,7 @@ class World:
             self.end(one)
 
     def compute(self, one: Live, end: int) -> None:
-        """What a step does: fill the new blocks; every token finds all that its window needs."""
+        """Runs a step: fills the new blocks; every token finds all that its window needs."""
         tokens = tuple(one.table.chain.tokens)
         for g, (group, blocks) in enumerate(zip(self.cache.groups, one.table.groups, strict=True)):
             for i in range(one.computed // self.size, -(-end // self.size)):
@@ -170,7 +170,7 @@ def count_held(table: BlockTable) -> list[int]:
 
 
 def test_a_window_holds_its_last_blocks() -> None:
-    """Of 120 tokens a window of 8 holds two blocks of 4, full attention all 30."""
+    """A window of 8 holds two blocks of 4 out of 120 tokens, full attention all 30."""
     cache = PrefixCache(100, 4, groups=make_groups([(FULL, 0), (WINDOW, 9)], 4))
     table = fill(cache, list(range(120)))
     assert count_held(table) == [30, 2]

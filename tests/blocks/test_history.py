@@ -127,7 +127,7 @@ def test_what_was_reused_is_older_than_the_memory() -> None:
 
 
 def test_other_tenants_are_mentioned_only_where_allowed() -> None:
-    """That another tenant has the prefix is said only if the operator allows it; else it was never seen."""
+    """A prefix of another tenant is mentioned only if the operator allows it; else it was never seen."""
     prompt, seen = list(range(9)), list(range(9))
     hidden = explain(prompt, 0, seen, other=THEM)
     shown = explain(prompt, 0, seen, other=THEM, tell=True)
@@ -136,7 +136,7 @@ def test_other_tenants_are_mentioned_only_where_allowed() -> None:
 
 
 def test_own_eviction_before_other_tenants() -> None:
-    """What the tenant itself had computed was evicted, even if another tenant has it."""
+    """A prefix that the tenant itself had computed was evicted, even if another tenant has it."""
     history = MissHistory(1000)
     history.add(ME, of(*range(9)))
     history.add(THEM, of(*range(9)))
@@ -160,8 +160,8 @@ def test_tokens_generated_later_are_remembered() -> None:
 
 
 def test_a_salts_texts_are_forgotten() -> None:
-    """What a salt had is neither returned nor compared any more, and takes no capacity; without a client's salt that is all of
-    the tenant's. Later texts are remembered as before."""
+    """Texts of a salt that is forgotten are neither returned nor compared any more, and take no capacity; without a client's
+    salt these are all of the tenant's. Later texts are remembered as before."""
     history = MissHistory(64)
     own, with_client, other = Salt(b"ann"), Salt(b"ann", b"x"), Salt(b"bob")
     for number in range(8):
@@ -202,7 +202,7 @@ def test_memory_is_bounded(capacity: int, lengths: list[int]) -> None:
 
 
 def test_the_number_of_short_sequences_is_bounded() -> None:
-    """Of sequences far shorter than the capacity, the newest 4,096 are kept."""
+    """The newest 4,096 sequences are kept where all are far shorter than the capacity."""
     history = MissHistory(1 << 20)
     for number in range(5_000):
         history.add(NO_SALT, of(number, 1))

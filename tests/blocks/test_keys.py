@@ -240,7 +240,7 @@ def test_a_key_names_the_whole_prefix(first: list[int], second: list[int], block
 
 
 def test_an_extra_changes_its_block_and_all_that_follow() -> None:
-    """What is written behind block 1 changes the keys of blocks 1, 2, ... and leaves block 0 alone."""
+    """An extra behind block 1 changes the keys of blocks 1, 2, ... and leaves block 0 alone."""
     root = TENANT.root()
     plain = chain_keys(root, range(16), 4)
     marked = chain_keys(root, range(16), 4, [b"", b"adapter"])

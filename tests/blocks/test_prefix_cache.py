@@ -122,7 +122,8 @@ def test_lookup_changes_nothing(tokens: list[int]) -> None:
 
 
 def test_three_endings_of_one_admission() -> None:
-    """One prompt hits a block in use, hits a free block, and misses onto a free block whose key is evicted first."""
+    """A prompt of one admission hits a block in use, hits a free block, and misses onto a free block whose key is evicted
+    first."""
     removed: list[list[bytes]] = []
     cache = PrefixCache(4, 4, partial_reuse=False, on_removed=removed.append)
     running, _ = admit(cache, ABC[:4])  # block 0, in use
@@ -185,7 +186,7 @@ def test_unfilled_blocks_go_to_the_front() -> None:
 
 
 def test_tables_are_append_only() -> None:
-    """What stands in a table stays there while other sequences come, share, copy and end."""
+    """A table only grows: its blocks stay in place while other sequences come, share, copy and end."""
     cache = PrefixCache(12, 4)
     table, _ = admit(cache, ABC)
     seen = list(table.blocks)
@@ -219,7 +220,7 @@ def test_two_that_fill_one_block_at_once_keep_their_own() -> None:
 
 
 def test_a_prompt_cached_to_its_last_token_needs_one_token() -> None:
-    """Of a prompt seen before, everything but its last token is cached; a full last block is shared whole."""
+    """A prompt seen before is cached but for its last token; a full last block is shared whole."""
     cache = PrefixCache(8, 4)
     serve(cache, ABC)
     assert found(cache, ABC).cached_tokens == 9
@@ -305,7 +306,7 @@ def test_a_short_prompt_is_a_partial_block_at_the_root() -> None:
 
 
 def test_a_partial_block_is_gone_when_its_block_is_allocated() -> None:
-    """As soon as the block is taken for something else, its partial content is not offered any more."""
+    """A partial block is not offered any more as soon as its block is taken for something else."""
     cache = PrefixCache(4, 4)
     serve(cache, ABC)
     other, _ = admit(cache, [50, 51])
@@ -317,7 +318,7 @@ def test_a_partial_block_is_gone_when_its_block_is_allocated() -> None:
 
 
 def test_the_latest_partial_block_wins() -> None:
-    """Of two partial blocks with the same parent the one noted last is offered."""
+    """The later one of two partial blocks with the same parent is offered."""
     cache = PrefixCache(8, 4)
     one, _ = admit(cache, [*ABC[:4], 20, 21])
     two, _ = admit(cache, [*ABC[:4], 30, 31])
@@ -419,7 +420,7 @@ def test_only_what_the_step_needs_is_taken() -> None:
 
 
 def test_a_few_blocks_ahead() -> None:
-    """With lookahead, `advance` takes that many blocks more when it takes any, and uses them up before the next taking."""
+    """Lookahead makes `advance` take that many blocks more when it takes any, and use them up before the next taking."""
     cache = PrefixCache(10, 4, lookahead_blocks=2)
     table = cache.open(range(20))
     taken = []
@@ -608,7 +609,7 @@ def test_clear_of_one_tenant() -> None:
 
 
 def test_disabled_nothing_is_named_and_nothing_is_found() -> None:
-    """With caching off the pool works as before, every lookup misses, and freed blocks hold nothing."""
+    """Pool with caching off works as before, every lookup misses, and freed blocks hold nothing."""
     heard: list[object] = []
     cache = PrefixCache(8, 4, enabled=False, on_published=lambda *blocks: heard.append(blocks), on_removed=heard.append)
     table, match = admit(cache, ABC)

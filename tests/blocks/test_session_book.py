@@ -20,7 +20,7 @@ SIZE = 4
 
 @dataclass
 class Model:
-    """What remains, kept as simply as possible: for each block, the families that have used it since it came."""
+    """The blocks that remain, as simply as possible: for each block the families that have used it since it came."""
 
     families: dict[str, str] = field(default_factory=dict)  # session -> family
     chains: dict[str, list[bytes]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Model:
             self.chains[session] = keys
 
     def drop(self, session: str) -> None:
-        """What only this session has used is gone."""
+        """Removes the blocks that only this session has used."""
         family = self.families[session]
         relatives = [self.chains[one] for one in self.chains if one != session and self.families[one] == family]
         for key in self.chains.get(session, []):

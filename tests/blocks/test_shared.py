@@ -41,7 +41,8 @@ def test_the_best_first() -> None:
 
 
 def test_a_growing_text_does_not_crowd_out_others() -> None:
-    """What a longer chain adds counts, not what it continues: of a long conversation its first turn comes first."""
+    """Popularity of a chain counts what the chain adds, not what it continues: of a long conversation its first turn comes
+    first."""
     turns = [array("I", [3] * 12 + [5] * (2 * turn)) for turn in range(6)]
     many = [array("I", [1, 1, 1, 1, 9, number]) for number in range(6)]
     first, second, *_ = common_prefixes([*turns, *many], SIZE, 8)

@@ -44,7 +44,7 @@ def in_rows(blocks: list[int]) -> list[int]:
 
 
 class Model:
-    """What the pool and the noted partial blocks are, in plain lists and dictionaries."""
+    """The pool and the noted partial blocks in plain lists and dictionaries."""
 
     def __init__(self, num_blocks: int, size: int, lookahead: int) -> None:
         self.size = size
@@ -403,7 +403,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running(idle=bool(self.admitted)))
     @rule(pick=picks)
     def preempt_any(self, pick: int) -> None:
-        """As the scheduler does: out of a step in the making only before it admits anybody."""
+        """Preempts as the scheduler does: out of a step in the making only before it admits anybody."""
         candidates = self.running(idle=bool(self.admitted))
         self.preempt(candidates[pick % len(candidates)])
 
@@ -417,7 +417,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     # Ending a step
 
     def write(self, fail: bool) -> None:
-        """What the device does: the copies in their order, then the KV of all chunks. A failing one leaves garbage."""
+        """Acts as the device: the copies in their order, then the KV of all chunks. A failing one leaves garbage."""
         size = self.size
         for copy in self.copies:
             for slot in range(copy.tokens):
@@ -583,6 +583,6 @@ class TestAgainstTheModel(PrefixCacheMachine.TestCase):
 
 @pytest.mark.slow
 class TestAgainstTheModelLong(PrefixCacheMachine.TestCase):
-    """The same with many more sequences of operations."""
+    """Many more sequences of operations against the same model."""
 
     settings = examples(500)

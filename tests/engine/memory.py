@@ -79,7 +79,7 @@ class FakeMemory:
         return block * self._size + position % self._size
 
     def _prefixes(self, sequence: SequenceState) -> list[bytes]:
-        """What belongs into the sequence's slots: for every token a digest of salt and tokens up to it."""
+        """Contents of the sequence's slots: for every token a digest of salt and tokens up to it."""
         return prefixes(sequence.request.salt, list(sequence.table.chain.tokens))
 
     def _scribble(self, step: Step) -> None:

@@ -91,7 +91,7 @@ class Valve:
 
 @dataclass
 class Node:
-    """One engine."""
+    """An engine of the pair."""
 
     engine: AsyncEngine
     said: Said
@@ -177,7 +177,8 @@ class Answer:
         self.last = delta
 
     def same(self, other: Answer) -> bool:
-        """The same for the client: tokens, text, how it ended, and log-probabilities up to rounding."""
+        """Asserts that two answers are the same for the client: tokens, text, how they ended, and log-probabilities up to
+        rounding."""
         assert self.last is not None and other.last is not None
         close = all(
             abs(a.logprob - b.logprob) < 1e-4 and [t for t, _ in a.top] == [t for t, _ in b.top]

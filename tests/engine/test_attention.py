@@ -53,8 +53,8 @@ def pieces(num_blocks: int, seed: int) -> list[int]:
 
 @dataclass
 class Case:
-    """One layer, and the sequences of a step: `(start, count)` each, of which the first `shared` tokens are common to those of
-    a family: every `families`-th sequence."""
+    """A layer, and the sequences of a step: `(start, count)` each, of which the first `shared` tokens are common to those of a
+    family: every `families`-th sequence."""
 
     chunks: list[tuple[int, int]]
     shared: int = 0
@@ -373,7 +373,7 @@ def test_shared_prefix_is_read_once(in_a_row: bool) -> None:
 
 
 def test_window_that_has_slid_past_the_prefix() -> None:
-    """With a window shorter than the prefix only the window's tokens are read."""
+    """A window shorter than the prefix reads only its own tokens."""
     case = Case(chunks=[(200, 1), (205, 1)], shared=192, window=16, in_a_row=True)
     check(case)
     assert reads(case).slots <= 2 * 2 * 16

@@ -211,8 +211,8 @@ def test_an_idle_engine_frees_what_expires(folder: Callable[[str], Path], tmp_pa
 def test_a_prefetch_of_a_tenant_that_is_forgotten(
     folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: bool
 ) -> None:
-    """What a prefetch loads while its tenant is forgotten, or finds afterwards, does not come onto the device, nor into the
-    memory tier, whether the load had begun or not."""
+    """Blocks that a prefetch loads while its tenant is forgotten, or finds afterwards, do not come onto the device, nor into
+    the memory tier, whether the load had begun or not."""
     options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
     store = patient(["memory://?size=1MiB", f"disk://{tmp_path}/store?size=64MiB"])
     salt, tokens = Salt(b"tenant"), prompt(81, 1)

@@ -33,7 +33,7 @@ def linear() -> Any:
 
 
 def test_the_fingerprint_of_earlier_builds() -> None:
-    """As the builds 92ee24a and 366dbde2 computed it."""
+    """The fingerprint of earlier builds is as 92ee24a and 366dbde2 computed it."""
     assert earlier_fingerprint(linear()).hex() == "50b50843c97de9931847cbb6c47276b7f471c1e399472e76eb728395e5008d30"
 
 
@@ -48,8 +48,9 @@ def rename(store: Store, before: str, now: str) -> None:
 
 
 def test_names_of_an_earlier_build(engine: Make, folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """They are listed and used, and their KV is computed anew. A prefix that is removed then does not come back, and a prefix
-    that is replaced stays as it is now. The records of the earlier build stay for its servers, but for removed ones."""
+    """Names of an earlier build are listed and used, and their KV is computed anew. A prefix that is removed then does not come
+    back, and a prefix that is replaced stays as it is now. The records of the earlier build stay for its servers, but for
+    removed ones."""
     where = f"disk://{tmp_path}/store?size=64MiB"
     config = EngineConfig(model=str(folder("llama")), dtype="float32", kv_memory="64 tokens", block_size=4)
     earlier = load_model(config, named=["another"]).earlier.hex()[:32]

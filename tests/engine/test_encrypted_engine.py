@@ -65,8 +65,8 @@ class Server:
 
 @pytest.mark.extended
 def test_forgotten_everywhere(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """What a tenant has is a hit on every server until it is forgotten on one. Then none of it is, in no store and on no
-    device, and what it sends from then on is a hit again. Another tenant loses nothing."""
+    """Blocks of a tenant are a hit on every server until the tenant is forgotten on one. Then none of it is, in no store and on
+    no device, and what it sends from then on is a hit again. Another tenant loses nothing."""
 
     async def run(first: Server, second: Server) -> None:
         text = prompt(81, 1)

@@ -50,7 +50,7 @@ def engine(llama: Path) -> Iterator[AsyncEngine]:
 
 
 async def collect(deltas: AsyncIterator[Delta]) -> Completion:
-    """One sequence, put together."""
+    """Puts the pieces of one sequence together."""
     found = [delta async for delta in deltas]
     last = found[-1]
     assert last.finish_reason is not None

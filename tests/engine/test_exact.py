@@ -194,7 +194,7 @@ def damage(folder: Path, chance: random.Random) -> None:
 
 @pytest.mark.extended
 def test_quantized_and_penalised(family: Callable[[str], str]) -> None:
-    """With 8-bit weights too, and under penalties."""
+    """Exactness holds with 8-bit weights too, and under penalties."""
     pairs = Pairs(family("llama"), "bfloat16", "quantized")
     params = SamplingParams(max_tokens=8, temperature=0.8, seed=3, repetition_penalty=1.2, frequency_penalty=0.5)
     cold = Watched(pairs.model, pairs.dtype, quantization="int8", enable_prefix_caching=False)

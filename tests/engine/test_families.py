@@ -100,7 +100,7 @@ def test_preemption_without_caching(family: str, engine: Make, reference: Find) 
 
 @kinds_first
 def test_shared_prefix_in_fragments(family: str, engine: Make, reference: Find) -> None:
-    """With a shared prefix in scattered blocks each sequence of a batch gives the same tokens as alone."""
+    """A shared prefix in scattered blocks gives each sequence of a batch the same tokens as alone."""
     llm, truth = engine(family), reference(family)
     shuffle_blocks(llm)
     check(llm, truth, [COMMON], 1)
@@ -110,7 +110,7 @@ def test_shared_prefix_in_fragments(family: str, engine: Make, reference: Find) 
 
 @kinds_first
 def test_shared_prefix_in_a_row(family: str, engine: Make, reference: Find) -> None:
-    """The same with a prefix in consecutive blocks, which is read in place."""
+    """A shared prefix in consecutive blocks, which is read in place, gives each sequence the same tokens as alone."""
     llm, truth = engine(family), reference(family)
     check(llm, truth, [COMMON], 1)
     cached = check(llm, truth, [*FORKED, MIXED[2]])
@@ -119,7 +119,7 @@ def test_shared_prefix_in_a_row(family: str, engine: Make, reference: Find) -> N
 
 @each_kind
 def test_unshared_prefix(family: str, engine: Make, reference: Find) -> None:
-    """With shared-prefix attention switched off each sequence reads the prefix itself, and gives the same tokens."""
+    """Sequences read the prefix themselves where shared-prefix attention is switched off, and give the same tokens."""
     truth = reference(family)
     for shuffled in (False, True):
         llm = engine(family)

@@ -30,7 +30,8 @@ def model(folder: Callable[[str], Path], tmp_path: Path) -> Callable[..., str]:
 
 
 def test_the_models_values_are_defaults(model: Callable[..., str]) -> None:
-    """What a request leaves open has the model's value; what it gives stays; other keys of the file mean nothing here."""
+    """Values of the model's file hold for what a request leaves open; what it gives stays; other keys of the file mean nothing
+    here."""
     llm = LLM(model(temperature=0.0, top_k=5, repetition_penalty=1.1, do_sample=True, max_length=7), **OPTIONS)
     found = llm.info.sampling_params({"top_k": 9, "max_tokens": 12})
     assert found == SamplingParams(temperature=0.0, top_k=9, repetition_penalty=1.1, max_tokens=12)

@@ -109,7 +109,8 @@ def test_steps_end_within_eight_minutes() -> None:
 
 @pytest.mark.extended
 def test_each_row_is_there_and_a_broken_disk_costs_its_own(tmp_path: Path) -> None:
-    """With tiny shapes, without packages that the plan is not to need, and with a disk folder that is a file."""
+    """Rows of the plan are all there with tiny shapes, without packages that the plan is not to need, and with a disk folder
+    that is a file."""
     bad = tmp_path / "file"
     bad.write_text("")
     status, said = run_plan(tmp_path, "--device", "cpu", "--tiny", "--disk", str(bad))
@@ -217,7 +218,8 @@ def scripted(folder: Path, names: dict[str, float], total: float = TOTAL, alone:
 
 
 def test_a_step_that_hangs_dies_or_raises_costs_its_own_rows(tmp_path: Path) -> None:
-    """What it has found stays; the others run, in a new process where the old one is gone."""
+    """Rows that a step has found stay when it hangs, dies or raises; the others run, in a new process where the old one is
+    gone."""
     seconds = dict.fromkeys(("hangs", "works", "dies", "raises", "ends", "breaks", "follows", "lone"), 60.0) | {
         "hangs": 3.0
     }

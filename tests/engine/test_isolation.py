@@ -1,4 +1,5 @@
-"""One request fails alone: each call behind the sampler raises for one of two requests, and the other one never notices."""
+"""Failures that cost one request: each call behind the sampler raises for one of two requests, and the other one never
+notices."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ PARAMS = SamplingParams(
 
 
 class Planted(Exception):
-    """Of a kind that no code expects."""
+    """An error of a kind that no code expects."""
 
 
 class Saboteur:
@@ -165,7 +166,7 @@ def test_each_call_behind_the_sampler(every: bool) -> None:
 
 @pytest.mark.extended
 def test_each_call_with_stores(engine: Callable[..., LLM]) -> None:
-    """The same where blocks are saved, of a model with windows."""
+    """A call that raises for one of two requests costs only that one, also where blocks are saved, of a model with windows."""
     made: list[LLM] = []
 
     def make() -> EngineCore:

@@ -162,8 +162,8 @@ def site(engine: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("second", represented([*NAMES, *RETENTIONS], *NAMES))
 @pytest.mark.parametrize("first", [*NAMES, *RETENTIONS])
 def test_what_another_one_needs_stays(site: Site, first: str, second: str) -> None:
-    """Of two leases that begin alike, in any two processes, ending one unpins only what the other does not need; ending
-    both leaves nothing."""
+    """Ending one of two leases that begin alike, in any two processes, unpins only what the other does not need; ending both
+    leaves nothing."""
     one, other = site.keepers[first], site.keepers[second]
     kept = [(one, ONE), (other, OTHER)]
     for (ends, text), (stays, left) in (kept, kept[::-1]):

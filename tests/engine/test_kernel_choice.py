@@ -1,4 +1,4 @@
-"""Which kernel serves which shape: the rule over recorded and random times, the file of times, and measuring."""
+"""Choice of a kernel for a shape: the rule over recorded and random times, the file of times, and measuring."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ AVX512 = from_rates(
     ],
 )
 def test_recorded_processors(times: Times, expected: tuple[str, ...]) -> None:
-    """With the rates of real processors: with AMX the compiled product serves single rows only; elsewhere it serves all,
-    and no second copy of the weights is kept."""
+    """Rates of real processors decide: with AMX the compiled product serves single rows only; elsewhere it serves all, and no
+    second copy of the weights is kept."""
     assert choose(times, BFLOAT16) == expected
 
 

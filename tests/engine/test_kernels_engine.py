@@ -183,7 +183,7 @@ def test_a_step_in_one_call(family: str, engine: Make, reference: Find, monkeypa
 @needs_kernels
 @pytest.mark.parametrize("change", ["cap", "input", "output", "none"])
 def test_code_around_the_layers_is_run(change: str, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model computes before its layers or after them is not left out, even if it changes small numbers little."""
+    """Computations of a model before its layers or after them are not left out, even if they change small numbers little."""
     kinds = transformers.models.llama.modeling_llama
     whole, inner = kinds.LlamaForCausalLM, kinds.LlamaModel
     honest, layers = whole.forward, inner.forward
@@ -334,7 +334,7 @@ def test_doctor_without_a_compiler() -> None:
 
 
 def test_torch_asks_for_no_compiler(llama: Path, no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
-    """With `kernels=torch` nothing about kernels is logged."""
+    """Setting `kernels=torch` logs nothing about kernels."""
     with caplog.at_level(logging.WARNING):
         assert load_model(EngineConfig(model=str(llama), dtype="float32", kernels="torch")).kernels is None
     assert not [record for record in caplog.records if "kernels" in record.message]
@@ -368,8 +368,8 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same source, compiler and flags are compiled once, also if several processes come at the same time; other flags make
-    another file."""
+    """Kernels of one source, compiler and flags are compiled once, also if several processes come at the same time; other flags
+    make another file."""
     script = (
         'case "$1" in --version) echo 1; exit;; esac; '
         f'echo x >> {tmp_path / "calls"}; while [ "$1" != -o ]; do shift; done; echo made > "$2"'

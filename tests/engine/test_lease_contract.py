@@ -193,7 +193,7 @@ def test_what_two_leases_share_is_kept_once(make: Callable[[Hours], Place], monk
 
 @both
 def test_the_budget_is_in_bytes(make: Callable[[Hours], Place], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is longer than the budget is kept as far as whole blocks fit, and says how many bytes there are."""
+    """A prompt longer than the budget is kept as far as whole blocks fit, and the answer says how many bytes there are."""
     with opened(make, Hours(), monkeypatch) as place:
         place.take(b"x", 1, 7, None, 60)
         answer = place.take(b"x", 2, 7, None, 50)

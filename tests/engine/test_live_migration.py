@@ -197,7 +197,7 @@ def test_only_missing_blocks_travel(nodes: tuple[Node, Node]) -> None:
 
 @pytest.mark.parametrize("early", represented([False, True], True))
 def test_retentions_migrate(nodes: tuple[Node, Node], early: bool) -> None:
-    """What a request keeps is kept by the engine to which it migrates, for the same tenant, also if its prompt was not
+    """Retentions of a request are kept by the engine to which it migrates, for the same tenant, also if its prompt was not
     computed yet. The answers come with its last token."""
     here, there = nodes
     wishes = (Retention(40, 600.0), Retention(76, 300.0, 7))

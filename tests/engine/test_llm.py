@@ -70,7 +70,7 @@ def test_loading_says_what_it_does(
 
 
 def test_repr_is_short(engine: Make) -> None:
-    """What a notebook shows of an LLM and of an output fits in two lines, and says what was cached."""
+    """A notebook shows an LLM and an output in two lines, which say what was cached."""
     llm = engine("llama")
     [output] = llm.generate(prompt(100, 1), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     assert repr(llm).startswith("LLM(") and f"{llm.info.kv_tokens:,} tokens" in repr(llm)
@@ -99,7 +99,7 @@ def test_one_bad_prompt_computes_nothing(engine: Make) -> None:
 
 
 def test_progress(engine: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    """With `progress` a bar counts finished prompts; without it nothing is printed."""
+    """A bar counts finished prompts with `progress`; without it nothing is printed."""
     llm = engine("llama")
     capsys.readouterr()
     llm.generate([prompt(5, i) for i in range(3)], SamplingParams(max_tokens=2, n=2), progress=True)

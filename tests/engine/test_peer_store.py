@@ -211,8 +211,8 @@ def test_frames_are_those_that_a_store_would_have(giver: Any) -> None:
 
 
 def test_a_continued_request_over_two_tiers(llama: Path, tmp_path: Path, engine: Make) -> None:
-    """Of a request that comes with generated tokens, what is loaded beyond its prompt is not counted as cached, however
-    many tiers it comes from."""
+    """Tokens of a request that comes with generated tokens, loaded beyond its prompt, are not counted as cached, however many
+    tiers they come from."""
     tokens, urls = prompt(81, 11), [f"disk://{tmp_path}/{name}" for name in "ab"]
     for url, length in zip(urls, (41, 81), strict=True):
         with engine("llama", store=url) as llm:

@@ -192,7 +192,7 @@ def test_encrypted(folder: Callable[[str], Path], tmp_path: Path) -> None:
 
 
 def test_a_wrong_public_block(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """What the audit of hits does about a wrong block that is public: every tenant's blocks behind it go, from the stores and
+    """A wrong block that is public is repaired by the audit of hits: every tenant's blocks behind it go, from the stores and
     from the device, and none before it in the stores."""
     store = f"disk://{tmp_path}/store?size=64MiB"
 

@@ -148,7 +148,7 @@ def test_short_prompts_are_computed_here(folder: Callable[[str], Path], nodes: t
 
 
 def test_several_sequences(nodes: tuple[Node, Node]) -> None:
-    """With n=3 the prompt is sent once; the other sequences share it and compute its last, partial block at most."""
+    """A prompt is sent once with n=3; the other sequences share it and compute its last, partial block at most."""
     prefill, decode = nodes
     params = dataclasses.replace(SEEDED, n=3)
 
@@ -332,8 +332,8 @@ def test_refusals(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> No
 def test_secret_and_links(
     folder: Callable[[str], Path], nodes: tuple[Node, Node], links: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """With the same secret, from a file or not, KV is sent over each link; with another secret the prompt is computed
-    where it is decoded."""
+    """KV is sent over each link between engines with the same secret, from a file or not; with another secret the prompt is
+    computed where it is decoded."""
     word = "sixteen characters and more"
     (tmp_path / "secret").write_text(word + "\n")
     assert TransferConfig(secret_file=str(tmp_path / "secret")).with_secret().secret == word

@@ -90,7 +90,7 @@ def test_shorter_than_block(engine: Make) -> None:
 
 
 def test_disabled(engine: Make) -> None:
-    """With caching off the report says so."""
+    """A report says so where caching is off."""
     llm = engine("llama", enable_prefix_caching=False)
     assert [report(llm, prompt(22, 1)).reason for _ in range(2)] == ["disabled", "disabled"]
 
@@ -255,7 +255,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 
 def test_other_models_have_other_keys(engine: Make, folder: Callable[[str], Path]) -> None:
-    """The same prompt has other keys under another model, block size or salt."""
+    """A prompt has other keys under another model, block size or salt."""
     caches = [engine("llama")._core.cache, engine("qwen2")._core.cache, engine("llama", block_size=8)._core.cache]
     keys = [
         tuple(cache.open(prompt(16, 1), salt=salt).chain.keys_to(2))

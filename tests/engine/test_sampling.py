@@ -1,4 +1,4 @@
-"""Which token comes next: the filters, the penalties and the randomness, against definitions written in float64."""
+"""Choice of the next token: the filters, the penalties and the randomness, against definitions written in float64."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def _certain(clear: bool) -> None:
 
 
 def distribution(row: Sequence[float], params: SamplingParams) -> list[float]:
-    """What is sampled from, by definition: temperature, top-k, min-p, top-p. Rejects cases on the edge of a filter."""
+    """The distribution that is sampled from, by definition: temperature, top-k, min-p, top-p. Rejects cases on the edge of a
+    filter."""
     scaled = [value / params.temperature for value in row]
     weights = [math.exp(value - max(scaled)) for value in scaled]
     probabilities = [weight / sum(weights) for weight in weights]
@@ -200,7 +201,7 @@ def test_a_batch_is_sampled_as_each_row_by_a_full_sort(kernels: Kernels | None, 
 
 
 def test_equal_logits_are_ranked_by_token(kernels: Kernels | None) -> None:
-    """Of equally likely tokens, filters keep those with lower ids, wherever they are in the vocabulary."""
+    """Filters keep, among equally likely tokens, those with lower ids, wherever they are in the vocabulary."""
     row = torch.zeros(1, 9000)
     row[0, [7, 40, 4000, 8999]] = 5.0
     for count in (1, 2, 3, 4):
@@ -391,7 +392,7 @@ def test_n_sequences(engine: Callable[..., LLM]) -> None:
 
 
 def test_logprobs_are_the_models(engine: Callable[..., LLM], llama: Path) -> None:
-    """With any penalty or filter, log-probabilities are `log_softmax` of the Transformers model's logits."""
+    """Log-probabilities are `log_softmax` of the Transformers model's logits, with any penalty or filter."""
     params = SamplingParams(
         temperature=1.4, top_p=0.9, seed=1, max_tokens=15, ignore_eos=True, logprobs=20, repetition_penalty=1.3
     )

@@ -101,7 +101,7 @@ def test_chunks() -> None:
 
 
 def test_lookahead() -> None:
-    """With lookahead a sequence holds a few more blocks than it needs, and gives all of them back."""
+    """A sequence with lookahead holds a few more blocks than it needs, and gives all of them back."""
     plant = Plant(cache_options={"lookahead_blocks": 2}, options={"max_batch_tokens": 8})
     sequence = plant.add(range(20), 9)
     plant.step()
@@ -203,7 +203,7 @@ def test_reserve() -> None:
 
 
 def test_prefills_in_progress_count() -> None:
-    """What running prefills have yet to take is not given to a newcomer."""
+    """Blocks that running prefills have yet to take are not given to a newcomer."""
     plant = Plant(num_blocks=12, options={"max_batch_tokens": 8})
     plant.add(range(40), 2)
     plant.add(range(100, 108), 2)
@@ -314,7 +314,7 @@ def test_failed_copy_leaves_nothing() -> None:
 
 
 def test_caching_off() -> None:
-    """With caching off nothing is shared and everything is right."""
+    """A scheduler with caching off shares nothing, and everything is right."""
     plant = Plant(num_blocks=16, cache_options={"enabled": False})
     for _ in range(4):
         plant.add(range(15), 10)
@@ -404,7 +404,7 @@ def test_everyone_reads_the_right_kv(
     options: dict[str, Any],
     **shape: Any,
 ) -> None:
-    """With random arrivals, aborts, failures and preemptions, and with any KV groups, every token attends to its own prefix,
+    """Every token attends to its own prefix under random arrivals, aborts, failures and preemptions, and with any KV groups;
     all requests end, no block leaks, and window groups hold little."""
     groups = tuple(KVGroup(kind, shape["block_size"], span) for kind, span in kinds)
     shape["cache_options"]["groups"] = groups
@@ -530,8 +530,8 @@ class Shelf:
     ),
 )
 def test_windows_over_stores(kinds: tuple[tuple[GroupKind, int], ...]) -> None:
-    """With stores that lose blocks and break off loads, in a small pool: every token attends to its own prefix in each KV
-    group, all requests end, and no block leaks."""
+    """Every token attends to its own prefix in each KV group although stores lose blocks and break off loads, in a small pool;
+    all requests end, and no block leaks."""
     loads = broken = preempted = 0
     for seed in range(60):
         draw, size = random.Random(seed), 1 + seed % 4

@@ -38,7 +38,7 @@ def test_end_token() -> None:
 
 
 def test_ignore_eos() -> None:
-    """With `ignore_eos` generation continues after the end token, which has no text."""
+    """Generation continues after the end token with `ignore_eos`, and that token has no text."""
     text, last, _ = answer("ab", ignore_eos=True, max_tokens=5)
     assert (text, last.finish_reason) == ("abab", "length")
 

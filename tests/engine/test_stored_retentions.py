@@ -134,7 +134,7 @@ def test_what_ends_is_unpinned(engine: Make, tmp_path: Path) -> None:
 
 
 def test_an_expiry_while_nothing_runs(engine: Make, tmp_path: Path) -> None:
-    """What expired while no process ran is unpinned by the next one."""
+    """A pin that expired while no process ran is removed by the next one."""
     with engine("llama", store=disk(tmp_path)) as llm:
         llm.retain(prompt(80, 1), 0.3)
         assert pinned(llm) > 0

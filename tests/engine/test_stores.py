@@ -300,7 +300,7 @@ def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
 @pytest.mark.parametrize("family", represented(["mistral", "gpt_oss", "gemma3_5to1"], "gpt_oss"))
 @pytest.mark.parametrize("trouble", ["missing", "damaged"])
 def test_a_window_that_breaks_off(family: str, trouble: str, engine: Make, reference: Find) -> None:
-    """Of a model with windows a load that breaks off brings nothing: the prompt is computed, and no block is kept."""
+    """A load that breaks off brings nothing for a model with windows: the prompt is computed, and no block is kept."""
     tokens = prompt(100, 12)
     with flaky(engine, family, store=patient(MEMORY, load_timeout=8.0, flush_seconds=0.5)) as (llm, store):
         fill(llm, tokens)
@@ -326,7 +326,7 @@ def test_a_window_that_breaks_off(family: str, trouble: str, engine: Make, refer
 @pytest.mark.parametrize("family", represented(["mistral", "gpt_oss", "gemma3_5to1"], "gpt_oss"))
 @pytest.mark.extended
 def test_a_longer_prefix_in_the_store(family: str, engine: Make, reference: Find) -> None:
-    """What the device has of a text is continued with what the store has: of windows, the last blocks only."""
+    """A prefix on the device is continued with what the store has of the text: of windows, the last blocks only."""
     tokens = prompt(120, 19)
     with engine(family, store=MEMORY) as llm:
         fill(llm, tokens, 4)
@@ -424,8 +424,8 @@ def test_slower_than_computing(engine: Make, reference: Find) -> None:
 
 
 def test_the_fixed_cost_of_a_load(engine: Make, reference: Find) -> None:
-    """What a load takes until its blocks can be used, beyond its bytes, is measured. Below that nothing is loaded, and it is
-    counted."""
+    """The fixed cost of a load, beyond its bytes and until its blocks can be used, is measured. Below that nothing is loaded,
+    and it is counted."""
     tokens = prompt(200, 16)
     with flaky(engine, store=MEMORY) as (llm, _):
         fill(llm, tokens)

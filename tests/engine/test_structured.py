@@ -273,7 +273,7 @@ SURVIVED: dict[str, StructuredOutput] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_hostile_formats_are_refused_before_the_request_waits(name: str, llama: LLM) -> None:
-    """What is malformed, too large or impossible is a BadRequest; nothing of the request is left."""
+    """A format that is malformed, too large or impossible is a BadRequest; nothing of the request is left."""
     with pytest.raises(BadRequest):
         llama.generate("x", SamplingParams(max_tokens=8, structured=REFUSED[name]))
     assert not llama._core.has_work()
@@ -282,7 +282,7 @@ def test_hostile_formats_are_refused_before_the_request_waits(name: str, llama: 
 
 @pytest.mark.parametrize("name", represented(SURVIVED, *(set(SURVIVED) - {"chain of objects"})))
 def test_expensive_formats_stay_within_limits(name: str, llama: LLM) -> None:
-    """What a compiler could drown in is compiled within its limits or refused, and the engine continues."""
+    """A format that a compiler could drown in is compiled within its limits or refused, and the engine continues."""
     try:
         outputs = llama.generate("x", SamplingParams(max_tokens=8, seed=1, structured=SURVIVED[name]))
     except BadRequest:
@@ -303,7 +303,7 @@ def test_a_grammar_that_becomes_too_complex(embedded: LLM) -> None:
 
 
 def test_the_limits_of_a_request_are_those_of_the_engine() -> None:
-    """What a dialect lets through as small and flat enough, the compiler does not refuse for its size or depth."""
+    """A format that a dialect lets through as small and flat enough is not refused by the compiler for its size or depth."""
     nested: dict[str, Any] = {"type": "integer"}
     for _ in range(MAX_FORMAT_DEPTH // 2):
         nested = {"properties": {"a": nested}}

@@ -167,7 +167,7 @@ def test_engine(
     reference: Callable[[str], tiny.Reference],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With Triton kernels, and decode steps over padded buffers, the engine's output is that of the model itself, with and
+    """The engine's output with Triton kernels, and decode steps over padded buffers, is that of the model itself, with and
     without a cached prefix, and where a short prefix of the batch is read once."""
     monkeypatch.setattr(triton_backend, "_SAVED_BYTES", 1)
     llm, repeats = engine(family, kernels="triton"), Repeats()

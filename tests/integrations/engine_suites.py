@@ -74,7 +74,7 @@ SUITES = {
 
 
 class Ran(NamedTuple):
-    """What came of a suite: its engine's version, the outcome of each test of the contract, and what pytest said."""
+    """Results of a suite: its engine's version, the outcome of each test of the contract, and what pytest said."""
 
     version: str
     tests: dict[str, str]

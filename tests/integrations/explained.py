@@ -22,7 +22,7 @@ _FILES = ("serving/test_explain.py", "integrations/test_explain_vllm.py", "servi
 
 @dataclass
 class Explained:
-    """What the command said of a set-up, and how long it took.
+    """Answer of the command about a set-up, and how long it took.
 
     Attributes:
         planted: a mistake was planted; None if no test has said so yet.

@@ -22,7 +22,7 @@ PHASES = {"start": 0.3, "serve": 0.4, "stop": 0.05, "threads": 0.25}
 
 
 def failures(phase: str, count: int, seed: int, folder: Path, model: Path) -> dict[str, Any]:
-    """What `count` failures in one vLLM did."""
+    """Runs `count` failures in one vLLM, and returns what they did."""
     job = {
         "model": str(model),
         "store": ["memory://?size=64MiB", disk(folder)],

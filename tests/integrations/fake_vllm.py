@@ -133,7 +133,7 @@ class FakeVllm:
         return JSONResponse({"tokens": [ord(char) for char in text]})
 
     async def complete(self, request: Request) -> JSONResponse:
-        """As vLLM, which takes all that Python reads as JSON."""
+        """Answers as vLLM, which takes all that Python reads as JSON."""
         self.raw.append(await request.body())
         try:
             body = await request.json()

@@ -123,8 +123,8 @@ def controller(
 
 
 def prefetched(made: HiCacheController, key: RadixKey, windows: Sequence[PoolTransfer] = ()) -> torch.Tensor:
-    """What the scheduler does for a request with these tokens: where SGLang has loaded their pages in the host pool. `windows`:
-    what the request needs of other pools."""
+    """Prefetches as the scheduler does for a request with these tokens: where SGLang has loaded their pages in the host pool.
+    `windows`: what the request needs of other pools."""
     handle = CacheRequestHandle("request", 0) if windows else "request"
     made.prefetch(handle, key, None, [], **({"extra_pools": list(windows)} if windows else {}))
     operation = made.prefetch_hit_queue.get(timeout=60)
@@ -147,7 +147,7 @@ def keys(count: int, chain: object = "a") -> list[str]:
 
 
 def content(pool: Any, key: str) -> torch.Tensor:
-    """What the page with this key has in a pool: bytes that follow from both."""
+    """Content of the page with this key in a pool: bytes that follow from both."""
     flat = pool.get_dummy_flat_data_page()
     seed = f"{type(pool).__name__}/{key}"
     return torch.frombuffer(bytearray(random.Random(seed).randbytes(flat.nbytes)), dtype=torch.uint8).view(flat.dtype)

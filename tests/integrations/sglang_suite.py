@@ -309,7 +309,8 @@ def test_forgetting_and_tools(url: str) -> None:
 
 
 def test_encryption(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With keys in the environment pages are encrypted, and forgetting them ends their use in a server that runs."""
+    """Pages are encrypted with keys in the environment, and forgetting the keys ends the use of the pages in a server that
+    runs."""
     for name, value in {
         "KEY_STORE": str(tmp_path / "keys"),
         "MASTER_KEYS": f"a:{'5a' * 32}",
@@ -407,7 +408,7 @@ def test_sglangs_controller(interface: int, url: str) -> None:
 
 
 def test_sglangs_controller_of_hybrid_models(url: str) -> None:
-    """With windows and recurrent states, SGLang's controller continues where all pools can: a later server loads the pages of
+    """SGLang's controller continues, with windows and recurrent states, where all pools can: a later server loads the pages of
     each pool, with their bytes."""
 
     def pools() -> dict[PoolName, Any]:
@@ -618,7 +619,7 @@ def test_metrics(url: str) -> None:
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SGLANG_CAMPAIGNS", "4"))))
 def test_fault_campaign(seed: int) -> None:
-    """With faults in each tier, no page ever has other bytes than those of its key, and no call raises."""
+    """No page ever has other bytes than those of its key under faults in each tier, and no call raises."""
     choose = random.Random(seed)
     often, seldom = ("fail", "corrupt", "truncate", "swap", "lose"), ("bad", "block_fails", "unreadable")
     plan: dict[Any, float] = {**dict.fromkeys(often, 0.05), **dict.fromkeys(seldom, 0.03)}

@@ -173,7 +173,7 @@ def test_a_later_tree_loads_what_one_has_written(tree: Tree, tmp_path: Path) -> 
 
 
 def test_damaged_pages_end_a_hit(tree: Tree, tmp_path: Path) -> None:
-    """With a damaged page in the store, a tree loads the tokens before it at most, and no wrong byte."""
+    """A tree loads the tokens before a damaged page of the store at most, and no wrong byte."""
     tokens = tree._buffer_swa_seq(6)
     expected = tree._l3_produce(tmp_path, tokens, marker=7)
     pages = sorted(path for path in tmp_path.rglob("*") if path.is_file() and b"FWKV" in path.read_bytes()[-256:])
@@ -189,7 +189,7 @@ def test_damaged_pages_end_a_hit(tree: Tree, tmp_path: Path) -> None:
 
 
 def test_a_host_pool_that_is_a_buffer(tree: Tree, tmp_path: Path) -> None:
-    """With `--hicache-host-memory-mode buffer_only` pages go from the device to the store and back, for their tenant only."""
+    """Pages go from the device to the store and back with `--hicache-host-memory-mode buffer_only`, for their tenant only."""
     tokens = tree._buffer_swa_seq()
     _, expected = tree._produce_buffer_l3(tmp_path, tokens, marker=9, cache_salt="ann")
     for salt in (None, "bob", "ann"):
@@ -213,7 +213,7 @@ def test_a_part_that_another_request_computes_meanwhile(tree: Tree, tmp_path: Pa
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_ranks_agree(missing: bool, tmp_path: Path) -> None:
-    """With several ranks, a window that one of them does not find is used by none."""
+    """A window that one of several ranks does not find is used by none."""
     tree = Tree(CONFIGS["windows, pages of 4"])
     with mock.patch.object(tree, "_make_storage_dir", return_value=tmp_path):
         _, tokens = tree._setup_swa_tp_prefetch()

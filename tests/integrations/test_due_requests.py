@@ -1,4 +1,4 @@
-"""Which requests may fill a block in a step: against a look at every request, and what a step costs."""
+"""Requests that may fill a block in a step: against a look at every request, and what a step costs."""
 
 from __future__ import annotations
 

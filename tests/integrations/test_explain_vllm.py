@@ -69,7 +69,7 @@ def test_a_broken_vllm(
 
 
 def test_a_store_that_is_too_small_or_too_slow(model: Path, tmp_path: Path) -> None:
-    """What is gone from the device does not come back, because it is in no tier any more, or does not in time."""
+    """Blocks that are gone from the device do not come back where no tier has them any more, or not in time."""
     with serving(model, tmp_path, [f"disk://{tmp_path}/kv?size=100KiB"]) as url:
         broken(explain(url, "--reset"), "loaded", "a larger `size=`")
     with serving(model, tmp_path, [f"disk://{tmp_path}/other?size=64MiB"], load_timeout=1e-6) as url:
@@ -120,7 +120,7 @@ HEALTHY = [
 def test_other_healthy_set_ups(
     model: Path, tmp_path: Path, options: str, flags: tuple[str, ...], more: dict[str, Any]
 ) -> None:
-    """With other settings nothing is called broken either, and what is gone from the device comes back."""
+    """No other setting is called broken either, and blocks that are gone from the device come back."""
     (tmp_path / "masters").write_text(f"1:{'11' * 32}\n")
     settings = json.loads(json.dumps(more).replace("{folder}", str(tmp_path)))
     with serving(model, tmp_path, [f"disk://{tmp_path}/kv?size=64MiB{options}"], *flags, **settings) as url:

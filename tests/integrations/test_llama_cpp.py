@@ -56,8 +56,8 @@ def test_the_same_answers_after_a_restart(kind: str, model: Path, tmp_path: Path
 
 
 def test_quantized_answers_are_those_of_llama_cpps_own_hit(tmp_path: Path) -> None:
-    """With weights and KV in Q8_0 and flash attention, where a hit may end in other tokens than a computation, what another
-    process loads gives the tokens of llama.cpp's own hit of the same length."""
+    """A load from another process gives the tokens of llama.cpp's own hit of the same length, with weights and KV in Q8_0 and
+    flash attention, where a hit may end in other tokens than a computation."""
     model, asked = make_model(tmp_path / "model.gguf", exact=False), prompts(16, LENGTHS[1:] * 2)
     first = llama(model, [disk(tmp_path)], [asked], settings=KINDS["quantized"], count=32, own=BLOCK)
     second = llama(model, [disk(tmp_path)], [asked], settings=KINDS["quantized"], count=32)["rounds"][0]
@@ -219,7 +219,7 @@ def test_budget(model: Path, tmp_path: Path) -> None:
 
 
 def test_sealed(model: Path, tmp_path: Path) -> None:
-    """With a secret, only blocks that were sealed with it are loaded."""
+    """Blocks are loaded with a secret only if they were sealed with it."""
     asked = prompts(12, [100])
     secret = {"FOREWORD_STORE_INTEGRITY_SECRETS": "1:" + "a" * 64}
     llama(model, [disk(tmp_path)], [asked], environment=secret)
@@ -229,7 +229,7 @@ def test_sealed(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_store_that_fails(model: Path, tmp_path: Path) -> None:
-    """Of a store that is not there, or that does not answer, llama.cpp sees misses, each within the time limit."""
+    """A store that is not there, or that does not answer, gives llama.cpp misses, each within the time limit."""
     asked = prompts(13, [100, 200])
     alone = llama(model, None, [asked])["rounds"][0]
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -253,5 +253,5 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("job", "error"), REFUSED, ids=str)
 def test_refused(job: dict[str, Any], error: str, model: Path) -> None:
-    """What cannot be cached rightly, and arguments and options that do not exist, are errors at the start."""
+    """A model that cannot be cached rightly, and arguments and options that do not exist, are errors at the start."""
     assert llama(model, job.pop("store", ["memory://?size=64MiB"]), [], **job)["refused"] == error

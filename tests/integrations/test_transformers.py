@@ -134,7 +134,7 @@ def test_a_conversation(family: str, tmp_path: Path) -> None:
 
 
 def test_answers_that_end_early() -> None:
-    """Of a batch each row's answer is saved up to its end, without the padding behind it."""
+    """Each row of a batch is saved up to its answer's end, without the padding behind it."""
     model, prompts = make("llama"), batch(ids(30, 1), ids(20, 2))
     alone = go(model, prompts, max_new_tokens=40).sequences
     end = int(alone[1, 30 + 3])
@@ -259,8 +259,8 @@ NOT_USED: dict[str, tuple[Callable[[Any], dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("case", represented(NOT_USED, "holes", "an assistant"))
 def test_not_used(case: str) -> None:
-    """What is not the KV of a prompt's tokens alone, and generation with drafts, is computed without the stores: neither
-    loaded nor saved, and with the answers of before."""
+    """Inputs that are not the KV of a prompt's tokens alone, and generation with drafts, are computed without the stores:
+    neither loaded nor saved, and with the answers of before."""
     make_inputs, reason = NOT_USED[case]
     model = make("llama")
     more = make_inputs(model)

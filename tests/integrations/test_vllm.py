@@ -27,8 +27,8 @@ def expected_hit(length: int) -> int:
 
 
 def test_the_same_answers_and_a_warm_restart(model: Path, tmp_path: Path) -> None:
-    """With a store vLLM gives the same answers as without, around block boundaries: computed, loaded from memory after its own
-    cache was reset, and loaded from disk in a new process."""
+    """Answers of vLLM with a store are those without, around block boundaries: computed, loaded from memory after its own cache
+    was reset, and loaded from disk in a new process."""
     asked = prompts(1, LENGTHS)
     alone = vllm(model, None, [asked])["rounds"][0]
     tiers = ["memory://?size=64MiB", disk(tmp_path)]
@@ -79,7 +79,7 @@ def test_cache_salt(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_tier_that_takes_blocks_at_their_second_use(model: Path, tmp_path: Path) -> None:
-    """Of two prompts of one round, the second finds the start on the device: these blocks are written, the others are not."""
+    """The second of two prompts of one round finds the start on the device: these blocks are written, the others are not."""
     [one] = prompts(5, [100])
     asked = [one, [*one, *prompts(6, [90])[0]]]
     first = vllm(model, [f"{disk(tmp_path)}&admit=second"], [asked])
@@ -93,9 +93,9 @@ def test_a_tier_that_takes_blocks_at_their_second_use(model: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("connector", ["PatientConnector", "ForewordConnector"])
 def test_small_memory_and_many_prompts(model: Path, tmp_path: Path, connector: str) -> None:
-    """With a KV cache too small for the working set, and with preemptions, the answers are the same as without a store. Blocks
-    of answers are saved too. The connector that users have loads what is faster than computing, which depends on the machine;
-    the patient one loads whatever is there."""
+    """Answers are the same as without a store where the KV cache is too small for the working set, and under preemptions.
+    Blocks of answers are saved too. The connector that users have loads what is faster than computing, which depends on the
+    machine; the patient one loads whatever is there."""
     asked = prompts(5, [180, 170, 160, 150, 140, 130])
     alone = vllm(model, None, [asked, asked], max_tokens=40)["rounds"]
     found = vllm(

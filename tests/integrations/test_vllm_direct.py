@@ -21,7 +21,7 @@ LATER = 60
 
 
 def direct(model: Path, store: list[str], *cases: list[Any], **job: Any) -> list[Any]:
-    """What the cases find in a new vLLM."""
+    """Runs the cases in a new vLLM, and returns what each found."""
     given = {"model": str(model), "store": store, "cases": cases, **job}
     found: list[Any] = run("vllm_direct_script.py", given, TRITON_INTERPRET="1")["found"]
     return found
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> list[list[int]]:
-    """What vLLM without a connector answers to the prompts."""
+    """Answers of a vLLM without a connector to the prompts."""
     return answers(vllm(model, None, [[*ASKED, *OTHERS]])["rounds"][0])
 
 

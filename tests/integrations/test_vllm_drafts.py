@@ -98,7 +98,7 @@ def prompts_of(block: int, draw: random.Random) -> list[list[int]]:
 
 @pytest.mark.parametrize(("method", "block"), [("eagle", 32), ("eagle", 128), ("mtp", 32)])
 def test_a_hit_with_a_draft_model(method: str, block: int, tmp_path: Path) -> None:
-    """With an EAGLE head or an MTP layer, a prompt has as many cached tokens from a store as without drafts, also those of the
+    """A prompt has as many cached tokens from a store with an EAGLE head or an MTP layer as without drafts, also those of the
     last block, which vLLM drops from its own hits. The answers are those of vLLM alone, and as many drafts are accepted after a
     hit as after a computation, within one percent."""
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}

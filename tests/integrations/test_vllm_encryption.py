@@ -17,7 +17,7 @@ pytestmark = needs_vllm
 
 
 def test_encrypted_and_forgotten(tmp_path: Path) -> None:
-    """With encryption vLLM's answers are those that it computes, also from the store after a restart, and what is in the store
+    """Answers of vLLM with encryption are those that it computes, also from the store after a restart, and what is in the store
     is encrypted. Once the data key of vLLM without tenants is destroyed a new vLLM finds nothing of it, and stores anew."""
     config = EncryptionConfig(key_store=str(tmp_path / "keys"), master_keys=(f"test:{'5a' * 32}",))
     environment = {

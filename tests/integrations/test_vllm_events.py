@@ -1,4 +1,4 @@
-"""What vLLM publishes about the connector: KV events, metrics and a log line."""
+"""Publications of vLLM about the connector: KV events, metrics and a log line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connector costs vLLM's thread in steps that move no KV, counted under a real vLLM."""
+"""Cost of the connector on vLLM's thread in steps that move no KV, counted under a real vLLM."""
 
 from __future__ import annotations
 

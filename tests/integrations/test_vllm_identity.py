@@ -1,4 +1,4 @@
-"""What a request's KV depends on under vLLM: tenant, adapter, media, prompt embeddings and the version of the weights."""
+"""Dependencies of a request's KV under vLLM: tenant, adapter, media, prompt embeddings and the version of the weights."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_text_keeps_its_keys() -> None:
 
 
 def test_the_place_of_an_image() -> None:
-    """The same image elsewhere in a block, or in another block, gives other keys from its block on, with the same tokens."""
+    """An image elsewhere in a block, or in another block, gives other keys from its block on, with the same tokens."""
     tokens = [7] * 12
     keys_of = {place: keys(tokens, request([Image(place, 2)])) for place in (4, 5, 6, 8)}
     assert len({found[0] for found in keys_of.values()}) == 1
@@ -231,8 +231,8 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 def test_adapters_in_memory(tmp_path: Path) -> None:
-    """What was computed with an adapter is saved only if vLLM has in memory what the files were when it was asked for. After
-    another load from the same path nothing of it is saved or loaded, because vLLM's own cache may have KV of both."""
+    """KV computed with an adapter is saved only if vLLM has in memory what the files were when it was asked for. After another
+    load from the same path nothing of it is saved or loaded, because vLLM's own cache may have KV of both."""
     folder, files, loaded = tmp_path / "a", AdapterFiles(), LoadedAdapters()
 
     def asked(number: int) -> Adapter:
@@ -286,7 +286,8 @@ def test_versions_over_a_cache_that_can_be_seen() -> None:
 
 @pytest.mark.parametrize("empty", [True, False, None])
 def test_weights_that_change_without_a_word(empty: bool | None) -> None:
-    """They end a version under which KV was computed, and that of the files; not a name that nothing was computed under."""
+    """Weights that change without a call end a version under which KV was computed, and that of the files; not a name that
+    nothing was computed under."""
     files, named = WeightsVersion(), WeightsVersion("one")
     assert files.changed(empty) and files.salt not in (b"", named.salt) and files.stale == (empty is False)
     assert not named.changed(empty) and not named.stale

@@ -1,5 +1,5 @@
-"""What vLLM hears of requests that have ended while their saves wait for room: it keeps their blocks until all is saved, or
-for a bounded time, and gets them back at once where it must."""
+"""Requests that have ended while their saves wait for room: vLLM keeps their blocks until all is saved, or for a bounded time,
+and gets them back at once where it must."""
 
 from __future__ import annotations
 

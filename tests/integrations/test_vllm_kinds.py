@@ -23,7 +23,7 @@ Runs = list[dict[str, Any]]
 
 
 def vllms(folder: Path, kind: Kind, prompts: Any, runs: Runs) -> Runs:
-    """One vLLM after the other in one process; see `vllm_kinds_script.py`."""
+    """Runs one vLLM after the other in one process; see `vllm_kinds_script.py`."""
     job = {
         "model": str(folder),
         "kv_bytes": 256 << 20,
@@ -49,8 +49,8 @@ def agree(found: Answers, others: Answers, exact: bool) -> int:
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
-    """With a store, a model of each kind gives vLLM's own answers: computed, from vLLM's own cache, from the store after a
-    reset of that cache, and from the store after a restart. No prompt has fewer cached tokens than under vLLM alone.
+    """A model of each kind gives vLLM's own answers with a store: computed, from vLLM's own cache, from the store after a reset
+    of that cache, and from the store after a restart. No prompt has fewer cached tokens than under vLLM alone.
 
     Some models' answers depend on what is computed together (all in bfloat16): they give the answers of vLLM's own cache with
     as many cached tokens. Where vLLM computes whole prompts only, nothing is loaded."""
@@ -78,7 +78,8 @@ def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Gemma 3", "Granite 4"])
 def test_another_process(name: str, tmp_path: Path) -> None:
-    """What one process has stored, another process hits: the same answers, and no fewer cached tokens than in the first."""
+    """Blocks that one process has stored are hits of another process: the same answers, and no fewer cached tokens than in the
+    first."""
     kind, prompts, store = KINDS[name], {"seed": 2, "count": 8}, [disk(tmp_path)]
     folder = kind.build(tmp_path / "model")
     [first] = vllms(folder, kind, prompts, [{"store": store, "passes": ["ask", "forget", "ask"]}])

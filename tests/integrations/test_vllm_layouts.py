@@ -26,7 +26,7 @@ LAYOUTS = {"LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"}
 
 @pytest.fixture(scope="module", params=[pytest.param(None, marks=needs_vllm, id="vLLM")])
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What became of every case, block size, model runner and layout."""
+    """Outcomes of every case, block size, model runner and layout."""
     model: Path = make_model(tmp_path_factory.mktemp("model"))
     tried: list[dict[str, Any]] = run("vllm_layouts_script.py", {"model": str(model)})["found"]
     return tried
@@ -91,7 +91,7 @@ def test_blocks_of_the_manager_are_rows() -> None:
     ],
 )
 def test_an_unknown_arrangement_is_refused(cache: Any, message: str) -> None:
-    """What vLLM does not document is refused with the layer's name or shape, never guessed."""
+    """An arrangement that vLLM does not document is refused with the layer's name or shape, never guessed."""
     with pytest.raises(ModelUnsupported, match="vLLM's") as caught:
         block_views({"layer": cache}, ["layer"], 4)
     assert message in caught.value.message

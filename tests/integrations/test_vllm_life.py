@@ -1,4 +1,4 @@
-"""What may change while a server runs: resets, pauses, sleep, weights, under a real vLLM, for every kind of KV groups."""
+"""Changes while a server runs: resets, pauses, sleep, weights, under a real vLLM, for every kind of KV groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ TURNS = [start + more for start, more in zip(STARTS, prompts(42, [200, 200, 200]
 
 
 def lives(name: str, where: str, folder: Path, *runs: tuple[str, bool]) -> list[dict[str, Any]]:
-    """What each run says: its name, and whether it has the store."""
+    """Runs a server of this kind once for each of `runs` (its name, and whether it has the store), and returns what each
+    says."""
     kind = KINDS[name]
     model = kind.build(folder / "model")
     found = run(

@@ -1,4 +1,4 @@
-"""What an operator of `vllm serve` sees of lookups and of tiers that fail. Needs FOREWORD_VLLM_PYTHON, as test_vllm.py does;
+"""Lookups and tiers that fail as an operator of `vllm serve` sees them. Needs FOREWORD_VLLM_PYTHON, as test_vllm.py does;
 skipped without. On CPUs vLLM's scheduler and its worker are two processes, each with its own connections to the stores."""
 
 from __future__ import annotations

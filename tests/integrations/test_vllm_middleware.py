@@ -310,8 +310,8 @@ def test_contents_are_limited(vllm: Callable[[str], Any], monkeypatch: pytest.Mo
 
 
 def test_calls_at_a_time(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many calls of each kind run as the middleware allows, also of clients that have left; more are refused, and all are
-    allowed again when these have ended."""
+    """Calls of each kind run up to the number that the middleware allows, also of clients that have left; more are refused, and
+    all are allowed again when these have ended."""
     middleware = vllm("vllm_middleware.middleware")
     for name in ("_REGISTRATIONS", "_PREFETCHES", "_SESSION_CALLS", "_WEIGHT_CHANGES"):
         monkeypatch.setattr(middleware, name, 2)
@@ -371,7 +371,7 @@ FAILS: tuple[tuple[str, str, tuple[str, str, Any]], ...] = (
 def test_what_raises_ends_one_request(
     vllm: Callable[[str], Any], where: str, name: str, asked: tuple[str, str, Any], error: type[Exception]
 ) -> None:
-    """What a request calls raises for it alone: it is answered with an error in JSON, another one that runs meanwhile is
+    """A call that raises ends one request alone: it is answered with an error in JSON, another one that runs meanwhile is
     served, and so is the same request afterwards."""
 
     async def main() -> None:

@@ -49,7 +49,7 @@ LAYOUT = "layout 0011 0"
 def evidence(
     seed: int = 1, version: str = "0.32.0", settings: str = "5e", noise: float = 0.0, rows: int = 4, **resolved: str
 ) -> Observations:
-    """What a server measures. `noise`: distance from what another one with this seed measures, as a share of the norm."""
+    """The measurements of a server. `noise`: distance from what another one with this seed measures, as a share of the norm."""
     draw = np.random.default_rng(seed)
     values = draw.standard_normal((4, 64)).astype(np.float32)
     values += noise * np.random.default_rng(seed + 1_000).standard_normal(values.shape).astype(np.float32)
@@ -82,7 +82,8 @@ def store_in(folder: Path) -> TieredStore:
     ],
 )
 def test_servers_that_agree_share_a_namespace(tmp_path: Path, other: Observations) -> None:
-    """What rounding explains, more positions, another version and an attribute that only that version has are the same KV."""
+    """Servers that differ by what rounding explains, by more positions, by version and by an attribute that only that version
+    has, have the same KV."""
     store = store_in(tmp_path)
     first = choose(
         store,
@@ -95,7 +96,7 @@ def test_servers_that_agree_share_a_namespace(tmp_path: Path, other: Observation
 
 
 def laid_out(*layouts: Layout) -> Observations:
-    """What a server with these layouts measures."""
+    """The measurements of a server with these layouts."""
     seen = evidence()
     measured = {f"layout {one.fingerprint.hex()} 0": seen.measured[LAYOUT] for one in layouts}
     return dataclasses.replace(seen, measured=measured, layouts=layout_words(layouts))
@@ -180,7 +181,7 @@ def test_servers_that_differ_do_not(
 
 
 def rounded(values: np.ndarray[Any, Any]) -> ProbeSample:
-    """As bfloat16 has them: eight bits, rounded to the nearest."""
+    """Rounds to bfloat16: eight bits, to the nearest."""
     bits = values.astype(np.float32).view(np.uint32)
     return ProbeSample(((bits + 0x8000) & 0xFFFF0000).view(np.float32), 0.01)
 
@@ -489,8 +490,8 @@ def test_settings_under_vllm(
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
 def test_a_batch_invariant_vllm_keeps_to_itself(tmp_path: Path) -> None:
-    """It finds what batch-invariant servers have saved, also in a fresh process, and nothing that others have; nor do they.
-    The setting is real, its kernels are not: they need a GPU."""
+    """A batch-invariant server finds what others of its kind have saved, also in a fresh process, and nothing that others have;
+    nor do they. The setting is real, its kernels are not: they need a GPU."""
     folder = KINDS["Llama"].build(tmp_path / "model")
     store, invariant = tmp_path / "store", {"VLLM_BATCH_INVARIANT": "1"}
     [usual] = servers(folder, "Llama", store, [{}])

@@ -18,7 +18,7 @@ from vllm_stub import stubbed_vllm
 
 from foreword.blocks.layout import Layout, key_of
 from foreword.blocks.salt import Salt
-from foreword.errors import StoreUnavailable
+from foreword.errors import ModelUnsupported, StoreUnavailable
 from foreword.integrations.vllm_offload.block_names import BlockGroup, RequestBlocks
 from foreword.integrations.vllm_offload.row_jobs import EndedJob, RowJobs
 from foreword.store.base import Name
@@ -99,10 +99,10 @@ def make() -> Iterator[Made]:
     """Makes jobs over rows with drawn bytes. Arguments: a store, and the bytes of the queue."""
     made: list[tuple[RowJobs, TieredStore]] = []
 
-    def build(store: Any = None, queue: int = ROWS * ROW) -> tuple[RowJobs, Any, TieredStore]:
+    def build(store: Any = None, queue: int = ROWS * ROW, **how: Any) -> tuple[RowJobs, Any, TieredStore]:
         tiers = store if isinstance(store, TieredStore) else TieredStore([store or memory()])
         rows = np.random.default_rng(7).integers(0, 256, (ROWS, ROW), np.uint8)
-        jobs = RowJobs(tiers, rows, queue, WITHIN)
+        jobs = RowJobs(tiers, rows, queue, WITHIN, **how)
         made.append((jobs, tiers))
         return jobs, rows, tiers
 
@@ -135,8 +135,8 @@ def save(jobs: RowJobs, one: RequestBlocks, count: int, number: int = 1, first: 
 
 
 def test_rows_come_back(make: Made, tmp_path: Path) -> None:
-    """What was saved from rows is loaded into other rows, byte for byte, also by another process's store in the same folder;
-    what was never saved is not, and its row stays as it is."""
+    """Rows that were saved are loaded into other rows, byte for byte, also by another process's store in the same folder; what
+    was never saved is not, and its row stays as it is."""
     url = f"disk://{tmp_path}/kv?size=64MiB"
     layouts = [one.layout for one in groups().values()]
     jobs, rows, store = make(open_store([url], layouts[0], more_layouts=layouts[1:]))
@@ -151,6 +151,85 @@ def test_rows_come_back(make: Made, tmp_path: Path) -> None:
     again.load(2, [one.name(*key) for key in (*chosen, *keys(blocks(2), 1))], range(11, 18))
     assert ended(again, 1)[2].kept == [True] * 6 + [False]
     assert (rows[11:17] == before[:6]).all() and (rows[17] == untouched).all()
+
+
+def test_what_vllm_did_not_write_is_not_saved(make: Made) -> None:
+    """Parts of a row that hold what was there before are saved as zeros, of the groups that have such parts and no others, and
+    vLLM's row stays as it is."""
+    parts = [slice(100, 200), slice(ROW - 50, ROW)]
+    jobs, rows, _ = make(unwritten={1: parts})
+    before, one = rows.copy(), blocks()
+    chosen = keys(one, 2) + keys(one, 2, 1)
+    jobs.save(1, [one.header(*key) for key in chosen], range(4))
+    assert ended(jobs, 1)[1].kept == [True] * 4 and (rows == before).all()
+    jobs.load(2, [one.name(*key) for key in chosen], range(10, 14))
+    assert ended(jobs, 1)[2].kept == [True] * 4
+    for part in parts:
+        before[2:4, part] = 0
+    assert (rows[10:14] == before[:4]).all()
+
+
+LAYERS = ([f"window {n}" for n in range(4)], [f"full {n}" for n in range(3)])
+
+
+def offloading(*layers: Sequence[str], ranks: int = 1, per_chunk: int = 1, **more: Any) -> Any:
+    """vLLM's `OffloadingConfig` of groups with these layers, whose pages have 100 bytes; rows are padded to 4 KiB."""
+    parallel = SimpleNamespace(world_size=ranks, pp_size=1)
+    groups = [SimpleNamespace(group_id=number, layer_names=names) for number, names in enumerate(layers)]
+    room = 100 * max(map(len, layers))
+    given = {"replicated_layout": False, "canonical_layout": False, "kv_cache_layout": "LBHNC", **more}
+    given["worker_kv_bytes_per_block"] = room
+    cache = SimpleNamespace(blocks_per_chunk=per_chunk)
+    return SimpleNamespace(groups=groups, parallel=parallel, cache=cache, **given)
+
+
+def kv_caches(*layers: Sequence[str], outer: bool = False, kind: Any = SimpleNamespace, real: int = 100) -> Any:
+    """vLLM's `KVCacheConfig`: blocks of all layers one behind the other if `outer`, else layers of all blocks."""
+    most = 100 * max(map(len, layers))
+    spec = kind()
+    spec.page_size_bytes, spec.real_page_size_bytes = 100, real
+    strides = {"layer_stride": 100, "block_stride": most} if outer else {"layer_stride": 10_000, "block_stride": 100}
+    tensors = [SimpleNamespace(layers=list(names), **strides) for names in layers]
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec) for _ in layers], kv_cache_tensors=tensors
+    )
+
+
+def test_which_parts_of_a_row_are_not_written() -> None:
+    """A group with fewer layers leaves the end of each rank's part of a row, padded pages their ends, and what lies behind the
+    ranks is nobody's, in either order of layers and blocks. One full-attention group fills rows, of several blocks, too. Where
+    it cannot be told the start ends."""
+    with stubbed_vllm():
+        module: Any = importlib.import_module("foreword.integrations.vllm_offload.row_parts")
+        parts = module.unwritten_parts
+        for outer in (False, True):
+            shape = kv_caches(*LAYERS, outer=outer)
+            order = "BLHNC" if outer else "LBHNC"
+            assert parts(offloading(*LAYERS, kv_cache_layout=order), shape, 400) == {1: (slice(300, 400),)}
+            assert parts(offloading(*LAYERS, ranks=2, kv_cache_layout=order), shape, 4096) == {
+                0: (slice(800, 4096),),
+                1: (slice(300, 400), slice(700, 4096)),
+            }
+        mixed = kv_caches(*LAYERS, outer=True)
+        mixed.kv_cache_tensors[1].layer_stride = 80
+        assert parts(offloading(*LAYERS, kv_cache_layout="BLNHC"), mixed, 400) == {1: (slice(240, 400),)}
+        shape = kv_caches(["a", "b"], ["c", "d"], real=70)
+        assert parts(offloading(["a", "b"], ["c", "d"]), shape, 200)[0] == (slice(70, 100), slice(170, 200))
+        kind = type("Full", (module.FullAttentionSpec,), {"__init__": lambda _: None})
+        one = offloading(LAYERS[0], per_chunk=4)
+        assert not parts(one, kv_caches(LAYERS[0], kind=kind), 4096)
+        windowed = kv_caches(LAYERS[0])
+        assert not parts(offloading(LAYERS[0]), windowed, 4096) and not parts(offloading(LAYERS[0]), None, 4096)
+        both = kv_caches(*LAYERS)
+        refused = [
+            (one, windowed), (offloading(*LAYERS, per_chunk=2), both), (offloading(*LAYERS), None),
+            (offloading(*LAYERS, canonical_layout=True), both), (offloading(*LAYERS, kv_cache_layout="BHLNC"), both),
+            (offloading(*LAYERS), mixed), (offloading(*LAYERS, kv_cache_layout="BLHNC"), kv_caches(LAYERS[0], ["other"])),
+            (offloading(*LAYERS), SimpleNamespace(**vars(both), hisparse_host_num_blocks=4)),
+        ]  # fmt: skip
+        for config, caches in refused:
+            with pytest.raises(ModelUnsupported):
+                parts(config, caches, 4096)
 
 
 def test_a_block_of_another_size_is_a_miss(make: Made) -> None:
@@ -313,7 +392,7 @@ def test_settings() -> None:
 
 
 def test_versions_of_the_weights() -> None:
-    """With another version of the weights a request's blocks have other names, and what was found is forgotten."""
+    """Another version of the weights gives a request's blocks other names, and what was found is forgotten."""
     one, key = blocks(), keys(blocks(), 1)[0]
     before = one.name(*key)
     one.found[key[0]] = True

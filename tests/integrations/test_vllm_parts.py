@@ -326,7 +326,7 @@ def test_a_client_that_leaves_during_a_pause(vllm: Callable[[str], Any]) -> None
 
 @pytest.fixture
 def vllm_log() -> Iterator[list[logging.LogRecord]]:
-    """What vLLM's handler gets. The loggers are as before in the end."""
+    """Records that vLLM's handler gets. The loggers are as before in the end."""
     kept: list[logging.LogRecord] = []
 
     class Keep(logging.Handler):
@@ -348,8 +348,8 @@ def vllm_log() -> Iterator[list[logging.LogRecord]]:
 
 
 def test_log_lines_go_through_vllms_logger(vllm_log: list[logging.LogRecord]) -> None:
-    """What Foreword logs anywhere reaches vLLM's handler once, with its level, its place and a word that says where it is from;
-    vLLM's level applies. A logger `foreword` that has handlers keeps them."""
+    """A line that Foreword logs anywhere reaches vLLM's handler once, with its level, its place and a word that says where it
+    is from; vLLM's level applies. A logger `foreword` that has handlers keeps them."""
     module = importlib.import_module("foreword.integrations.vllm")
     module.log_through_vllm()
     module.log_through_vllm()
@@ -470,7 +470,7 @@ def test_a_router_reads_the_fingerprint(vllm: Callable[[str], Any]) -> None:
 def test_environment_of_servers_that_share_unmeasured(
     vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, variable: str, same: bool
 ) -> None:
-    """With `trust_unmeasured`, servers share KV although variables differ that say where or which a server is, and none where
+    """Servers with `trust_unmeasured` share KV although variables differ that say where or which a server is, and none where
     those differ that may change numbers."""
     trusted, names = vllm("namespace").trusted, set()
     for value in ("one", "two"):

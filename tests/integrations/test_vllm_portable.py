@@ -11,8 +11,8 @@ pytestmark = needs_vllm
 
 
 def test_packings_of_the_cpu_backend() -> None:
-    """What vLLM's CPU kernels write for one instruction set and block size, and Foreword loads for another, has the bytes that
-    they write there themselves."""
+    """KV that vLLM's CPU kernels write for one instruction set and block size, and Foreword loads for another, has the bytes
+    that they write there themselves."""
     job = {
         "packings": ["vec", "vec16", "amx"],
         "dtypes": ["float32", "bfloat16", "float16"],
@@ -56,7 +56,7 @@ def instance(model: Path, folder: Path, asked: list[list[list[int]]], block_size
 
 
 def test_unequal_instances_share_a_store(tmp_path: Path) -> None:
-    """What an instance with one rank and blocks of 32 tokens wrote, one with two ranks and blocks of 64 reads, and back: all
+    """Blocks of 32 tokens that an instance with one rank wrote are read by one with two ranks and blocks of 64, and back: all
     full blocks are hits, and the float32 answers are equal."""
     model, folder = make_model(tmp_path / "model"), tmp_path / "store"
     [computed] = instance(model, folder, [FIRST], 32, 1)

@@ -40,7 +40,7 @@ def found(model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(model: Path, found: dict[str, Any]) -> Any:
-    """What vLLM without a connector answers, to any prompt of the cases."""
+    """Answers of vLLM without a connector, to any prompt of the cases."""
     known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     everything = [*(prompt for asked in CASES.values() for prompt in asked), found["session"]["whole"], *longer(found)]
     for max_tokens, asked in ((8, everything), (100, CASES["preempt"])):

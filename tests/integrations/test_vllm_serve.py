@@ -174,8 +174,8 @@ def test_servers_share_blocks(pair: Pair) -> None:
 
 
 def test_prefetch(pair: Pair) -> None:
-    """What the store has of a coming prompt is brought to the device of a server that never saw it; the next turn computes the
-    rest only. The answer is clipped to what is stored, and refused where nothing is, as for another salt."""
+    """Blocks that the store has of a coming prompt are brought to the device of a server that never saw it; the next turn
+    computes the rest only. The answer is clipped to what is stored, and refused where nothing is, as for another salt."""
     known, turn = text(61, 400), text(62, 100)
     path, held = "/v1/cache/prefetch", 400 // BLOCK * BLOCK
     assert pair.first.complete(known)["cached"] == 0
@@ -201,8 +201,8 @@ def tell(server: Server, action: str, name: str, **more: Any) -> dict[str, Any]:
 
 
 def test_the_end_of_a_session(pair: Pair) -> None:
-    """What only an ended session has used is gone from vLLM's cache and from the store; what another request has used before or
-    since stays, and every answer is the model's without any cache."""
+    """Blocks that only an ended session has used are gone from vLLM's cache and from the store; what another request has used
+    before or since stays, and every answer is the model's without any cache."""
     head, own, other = text(81, 160), text(82, 224), text(83, 96)
     right = pair.reference(head + own)
     assert pair.first.complete(head)["cached"] == 0
@@ -411,7 +411,7 @@ def test_replaced_and_removed_by_the_command(pair: Pair) -> None:
 
 
 def test_api_key(pair: Pair) -> None:
-    """With an API key, prefixes cannot be listed, registered, guessed or used without it."""
+    """Prefixes of a server with an API key cannot be listed, registered, guessed or used without it."""
     for method, path, body in (
         ("GET", "/v1/prefixes", None),
         ("POST", "/v1/prefixes", {"name": "mine", "content": "x"}),

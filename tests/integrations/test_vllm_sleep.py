@@ -74,7 +74,7 @@ class FakeWorker:
         self.connector.start_loads([load])
 
     def received(self) -> tuple[set[str], set[int]]:
-        """What the next steps report: requests whose loads have ended, and their blocks that are not loaded."""
+        """Collects what the next steps report: requests whose loads have ended, and their blocks that are not loaded."""
         ended: set[str] = set()
         while not ended:
             self.connector.wait()
@@ -135,7 +135,7 @@ class Gate:
 
 
 def test_blocks_survive_a_sleep_in_the_stores(worker: FakeWorker) -> None:
-    """What was saved before a sleep is loaded after it, at once."""
+    """Blocks that were saved before a sleep are loaded after it, at once."""
     for number, block in enumerate((3, 7)):
         worker.compute(number, block)
     worker.sleep()

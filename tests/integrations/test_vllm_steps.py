@@ -23,8 +23,8 @@ def test_own_hits_and_new_prompts_take_the_steps_of_vllm_alone(tmp_path: Path) -
 
 
 def test_a_scheduler_in_another_process_than_its_worker(tmp_path: Path) -> None:
-    """The same over memory and disk of a worker that is another process: the lookups end on vLLM's thread there, too, of new
-    prompts, own hits, and prompts that only the tiers have."""
+    """Lookups end on vLLM's thread, too, over memory and disk of a worker that is another process: of new prompts, own hits,
+    and prompts that only the tiers have."""
     job = {"model": str(make_model(tmp_path / "model")), "prompts": prompts(59, LENGTHS), "files": str(tmp_path)}
     job["llm"] = {"distributed_executor_backend": "mp"}
     alone = run("vllm_steps_script.py", {**job, "store": None})["steps"]

@@ -132,10 +132,10 @@ def test_refused_handoffs(pair: tuple[RemoteVllm, RemoteVllm], start: Start, alo
 def test_memory_tier_of_a_separate_worker(
     pair: tuple[RemoteVllm, RemoteVllm], start: Start, alone: dict[int, list[int]]
 ) -> None:
-    """With scheduler and worker in separate processes, as under `vllm serve`: blocks are read from the memory tier of another
-    vLLM (`peer://`), and what vLLM evicted is found in its worker's memory. With another secret no hand-off is accepted. The
-    socket for lookups in the worker's memory is in a folder that only this user may enter, and is removed with the worker.
-    vLLM binds the worker to a core (0, in these tests); the connector's threads are not bound to it."""
+    """Blocks are read from the memory tier of another vLLM (`peer://`), and evicted ones found in its worker's memory, with
+    scheduler and worker in separate processes, as under `vllm serve`. With another secret no hand-off is accepted. The socket
+    for lookups in the worker's memory is in a folder that only this user may enter, and is removed with the worker. vLLM binds
+    the worker to a core (0, in these tests); the connector's threads are not bound to it."""
     producer, consumer = pair
     consumer.ask(LONG)
     consumer.call("forget")

@@ -1,4 +1,4 @@
-"""What names the weights of an engine that Foreword does not load itself: vLLM's and SGLang's checkpoints."""
+"""Names of the weights of engines that Foreword does not load itself: vLLM's and SGLang's checkpoints."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Cases:
             yield lent.frames
 
     def order(self, prompt: list[int]) -> list[str]:
-        """What is launched on the stream that computes, in order: the model of each step, and copies of blocks. Several of a
+        """Lists the launches on the stream that computes, in order: the model of each step, and copies of blocks. Several of a
         kind that follow each other count once."""
         from foreword.offload.device import Stream
 

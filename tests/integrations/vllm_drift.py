@@ -1,4 +1,4 @@
-"""What a release of vLLM changed of all that Foreword uses of it, from the sources alone: `make drift OLD=... NEW=...`.
+"""Changes by a release of vLLM in all that Foreword uses of it, from the sources alone: `make drift OLD=... NEW=...`.
 
     python tests/integrations/vllm_drift.py OLD NEW
 
@@ -45,7 +45,8 @@ HANDED = {
     "vllm.v1.core.block_pool": ("BlockPool",),
     "vllm.v1.core.kv_cache_manager": ("KVCacheBlocks",),
     "vllm.v1.core.sched.output": ("SchedulerOutput", "NewRequestData", "CachedRequestData"),
-    "vllm.v1.kv_cache_interface": ("KVCacheConfig", "KVCacheGroupSpec", "UniformTypeKVCacheSpecs"),
+    "vllm.v1.kv_cache_interface": ("KVCacheConfig", "KVCacheGroupSpec", "KVCacheTensor", "UniformTypeKVCacheSpecs"),
+    "vllm.v1.kv_offload.config": ("OffloadingConfig", "OffloadingGroupConfig", "OffloadingParallelConfig"),
     "vllm.engine.protocol": ("EngineClient",),
     "vllm.platforms.interface": ("Platform",),
 }
@@ -102,7 +103,7 @@ class Package:
         return self._modules[name]
 
     def find(self, module: str, name: str) -> Found | None:
-        """What a name of a module is, wherever it is defined."""
+        """Finds the definition of a module's name, wherever it stands."""
         for _ in range(8):
             there = self.module(module)
             if there is None:
@@ -222,7 +223,7 @@ def own_members(node: ast.ClassDef) -> dict[str, ast.stmt]:
 
 @dataclass
 class Uses:
-    """What Foreword uses of vLLM, and the files that do.
+    """Parts of vLLM that Foreword uses, and the files that use them.
 
     Attributes:
         names: imported names and their members, methods that are wrapped included.
@@ -303,7 +304,7 @@ def _parameters(node: ast.stmt) -> str | None:
 
 
 def _code(node: ast.stmt) -> str:
-    """What a definition does: without its description and types."""
+    """The code of a definition, without its description and types."""
     node = copy.deepcopy(node)
     for inner in ast.walk(node):
         if (
@@ -320,7 +321,8 @@ def _code(node: ast.stmt) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One line: what happened ("gone", "parameters", "new", "inside") to what, who uses it ("" for no user), and details."""
+    """A line of the report: what happened ("gone", "parameters", "new", "inside") to what, who uses it ("" for no user), and
+    details."""
 
     kind: str
     what: str

@@ -93,7 +93,7 @@ class Host:
         }
 
     def start(self) -> None:
-        """As vLLM's own start does."""
+        """Starts as vLLM itself does."""
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
         worker = self.state._KV_CONNECTOR_AGENT = self.kind(self.config, KVConnectorRole.WORKER, self.cache)

@@ -30,7 +30,7 @@ Answer = dict[str, Any]
 
 
 class Passes:
-    """What one vLLM is asked to do.
+    """Tasks for one vLLM.
 
     Attributes:
         vectors: embeddings of each prompt, by pass.
@@ -52,7 +52,7 @@ class Passes:
         self._hits_at_start = self._hits()
 
     def ask(self, count: int = 8) -> None:
-        """One prompt after the other."""
+        """Asks one prompt after the other."""
         self.answers.append([self._one(prompt, count) for prompt in self.prompts])
 
     def together(self, count: int = 8) -> None:
@@ -84,7 +84,7 @@ class Passes:
         self.answers.append([self._answer(name) for name in names])
 
     def embed(self) -> None:
-        """One prompt after the other, under a pooling model."""
+        """Embeds one prompt after the other, under a pooling model."""
         found = [self.llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)[0] for prompt in self.prompts]
         self.vectors.append([one.outputs.embedding for one in found])
 

@@ -222,7 +222,7 @@ def chunks(backend: Any) -> Case:
 
 
 def unequal(backend: Any) -> Case:
-    """One group of layers with different heads, such as a draft model's."""
+    """Makes a group of layers with different heads, such as a draft model's."""
 
     def add(config: Any, context: dict[str, Any]) -> None:
         for number, heads in enumerate((2, 2, 4, 1)):
@@ -301,7 +301,7 @@ class Refused(Exception):
 
 
 class Registered:
-    """What a model runner registers for a case, and what its layers see."""
+    """A case: what a model runner registers, and what its layers see."""
 
     def __init__(self, runner: str, case: Case, layout: KVCacheLayout, config: Any) -> None:
         self.context = config.compilation_config.static_forward_context = {}
@@ -374,7 +374,7 @@ class Registered:
             yield tensor.view(torch.uint8), (blocks[:, None] * stride + torch.arange(ratio)).flatten()
 
     def bytes_of_a_block(self, number: int) -> int:
-        """Of one KV cache group, without padding, as its specs have it."""
+        """Bytes of a block of one KV cache group, without padding, as its specs have it."""
         group = self.config.kv_cache_groups[number]
         own = getattr(group.kv_cache_spec, "kv_cache_specs", {})
         specs = [own.get(name, group.kv_cache_spec) for name in group.layer_names]
@@ -396,7 +396,7 @@ def noise(shape: torch.Size) -> torch.Tensor:
 
 
 def moved_wrongly(built: Registered) -> str:
-    """What is wrong after blocks of every group moved through frames to other blocks; "" if nothing is."""
+    """Describes what is wrong after blocks of every group moved through frames to other blocks; "" if nothing is."""
     draw = torch.Generator().manual_seed(7)
     storage = next(iter(built.caches.values())).untyped_storage()
     memory = torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -30,7 +30,7 @@ MODES = ("abort", "keep")
 
 
 class Life:
-    """One vLLM, and what is done to it."""
+    """A vLLM, and the calls that change it."""
 
     def __init__(self, job: dict[str, Any], store: list[str] | None) -> None:
         from vllm.v1.engine import utils
@@ -112,7 +112,7 @@ class Life:
 
 
 def said(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the name of what it raises."""
+    """The value that a call returns, or the name of what it raises."""
     try:
         return call()
     except RuntimeError as error:  # vLLM's, also for what was raised in another process

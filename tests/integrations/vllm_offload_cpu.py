@@ -34,6 +34,7 @@ class CpuCopies(OffloadingWorker):  # type: ignore[misc]
     """Copies blocks to and from rows of host memory, at once."""
 
     def __init__(self, kv_caches: Any, region: SharedOffloadRegion, per_chunk: int) -> None:
+        self._region = region
         self._tensors = [one.tensor for one in kv_caches.tensors]
         self._refs = kv_caches.group_data_refs
         self._per_chunk = per_chunk
@@ -71,3 +72,7 @@ class CpuCopies(OffloadingWorker):  # type: ignore[misc]
 
     def wait(self, job_ids: set[int]) -> None:
         """Every job has ended when it was asked for."""
+
+    def shutdown(self) -> None:
+        self._rows = []
+        self._region.cleanup()  # which removes the file if this side has made it

@@ -156,7 +156,7 @@ class Offloading:
             assert time.monotonic() < until, "a lookup did not end"
 
     def load(self, seed: int, blocks: int, salt: str | None = None) -> list[np.ndarray[Any, Any] | None]:
-        """What a request finds in host memory after vLLM's lookups, by block; None for a miss."""
+        """Loads a request's blocks from host memory after vLLM's lookups, by block; None for a miss."""
         context, keys, _ = self.begin(seed, blocks, salt)
         found = []
         for key, result in zip(keys, self.look_up(context, keys), strict=True):
@@ -171,7 +171,8 @@ class Offloading:
 
 
 def check_bytes(config: Any, url: str) -> None:
-    """What one server saves, another loads, byte for byte; shutdowns write the queue and let go of the memory."""
+    """Checks that another server loads what one has saved, byte for byte; shutdowns write the queue and let go of the
+    memory."""
     one = Offloading(config, [url], queue=ROWS * ROW)
     data = one.fill(1, 20, wait=False)
     one.manager.shutdown()

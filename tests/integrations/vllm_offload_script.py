@@ -9,6 +9,7 @@ blocks and host memory.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import time
 from typing import Any
@@ -23,14 +24,18 @@ class Offloading:
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
+        from vllm.v1.executor import multiproc_executor
 
+        # vLLM's CPU build would start the processes of ranks anew, and each imports everything again.
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
         patience = {"lookup_timeout": vllm_case.WITHIN, "load_timeout": 2 * vllm_case.WITHIN}
         tier = {"type": "ForewordTier", "module_path": "foreword.integrations.vllm", **patience, **job["tier"]}
         extra = {
-            "cpu_bytes_to_use": 32 << 20,
+            "cpu_bytes_to_use": job.get("host_bytes", 32 << 20),
             "spec_name": "CpuTieringSpec",
             "spec_module_path": "vllm_offload_cpu",
             "secondary_tiers": [tier],
+            **job.get("extra", {}),
         }
         given = {
             "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": _KV_BYTES,
@@ -60,6 +65,14 @@ class Offloading:
             assert time.monotonic() < until, dict(counts)
             self.core.step()
         return dict(counts)
+
+    def settle(self) -> None:
+        """Step until vLLM's copies to host memory and all of the tier's jobs have ended."""
+        until = time.monotonic() + vllm_case.WITHIN
+        side = self.core.scheduler.connector.connector_scheduler
+        while side._jobs or side.manager._jobs:
+            assert time.monotonic() < until, "a job did not end"
+            self.core.step()
 
     def change_weights(self) -> None:
         """Double the weights of a layer, as a trainer does that is in the workers."""

@@ -49,7 +49,7 @@ def usable(packing: str, dtype: torch.dtype, block_size: int, head_size: int) ->
 
 
 def payloads(keys: torch.Tensor, values: torch.Tensor) -> list[bytes]:
-    """What the frames of all units must have."""
+    """Payloads that the frames of all units must have."""
     found = []
     for first, head in itertools.product(range(0, TOKENS, UNIT), range(0, HEADS, HEADS // HEAD_UNITS)):
         part = [one[first : first + UNIT, head : head + HEADS // HEAD_UNITS].contiguous() for one in (keys, values)]

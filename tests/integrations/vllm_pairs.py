@@ -240,7 +240,7 @@ FEW = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the second server of a pair found.
+    """Findings of the second server of a pair.
 
     Attributes:
         found: tokens of its prompts.
@@ -279,7 +279,7 @@ class Bench:
         return changed
 
     def serve(self, kind: Kind, server: Server, model: Path, store: Path | None, passes: list[str]) -> tuple[Any, str]:
-        """What a server answers, in a process of its own, and its log."""
+        """Starts a server in a process of its own; returns its answers and its log."""
         llm = {key: one for key, one in {**kind.arguments(), **server.llm}.items() if one is not None}
         longest = min(300, llm["max_model_len"] - 40)
         llm = json.loads(json.dumps(llm).replace("{folder}", str(self._folder).lstrip("/")))

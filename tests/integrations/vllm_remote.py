@@ -105,7 +105,7 @@ class Served:
         return {"forgotten": self.llm.reset_prefix_cache()}
 
     def forget_written(self, folder: str, count: int) -> dict[str, Any]:
-        """The same where workers in other processes write as many blocks into a folder."""
+        """Resets the prefix cache when workers in other processes have written as many blocks into a folder."""
         wait_for_files(folder, count)
         return {"forgotten": self.llm.reset_prefix_cache()}
 

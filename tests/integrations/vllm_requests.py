@@ -205,7 +205,7 @@ def _soon() -> float:
 
 
 def retained(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """One prompt is retained by `kv_transfer_params`, a part of the other is pinned by `kv_hints`; then one is released."""
+    """Retains one prompt by `kv_transfer_params` and pins a part of the other by `kv_hints`; then releases one."""
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 

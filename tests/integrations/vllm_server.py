@@ -51,7 +51,7 @@ def free_port() -> int:
 
 
 class VllmServer:
-    """One `vllm serve` in its own process group, which serves the model as `tiny`.
+    """A `vllm serve` in its own process group, which serves the model as `tiny`.
 
     Args:
         log: what the server prints.

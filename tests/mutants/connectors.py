@@ -86,7 +86,7 @@ class Mutant(ForewordConnector):
         return metadata
 
     def blocks(self, load: BlockLoad) -> Iterator[tuple[int, int, int]]:
-        """Of what was loaded: group, index in the chain, vLLM's id."""
+        """Yields the blocks that were loaded: group, index in the chain, vLLM's id."""
         for part in load.parts:
             yield from ((part.group, number, block) for number, block in zip(part.numbers, part.blocks, strict=True))
 
@@ -103,7 +103,7 @@ def put_back(contents: list[tuple[Any, Any]]) -> None:
 
 
 def each_block(save: BlockSave) -> list[BlockSave]:
-    """The same saves, of one block each."""
+    """Splits saves into saves of one block each."""
     parents = (save.parent, *save.keys[:-1])
     triples = enumerate(zip(save.keys, parents, save.blocks, strict=True))
     return [
@@ -165,7 +165,8 @@ class ZeroTail(Mutant):
 
 
 class DeepBlocks(Mutant):
-    """Of long prompts with one KV group, each block from number 40 on holds the one before, as after a wrong batch offset."""
+    """A mutant that, in long prompts with one KV group, gives each block from number 40 on the content of the one before, as
+    after a wrong batch offset."""
 
     claim = "reuse.long"
 
@@ -180,7 +181,7 @@ class DeepBlocks(Mutant):
 
 
 class OneInFifty(Mutant):
-    """One load of fifty leaves its last block empty, as in a race."""
+    """A mutant whose every fiftieth load leaves its last block empty, as in a race."""
 
     claim = "schedule.many"
     _draw: ClassVar[random.Random] = random.Random(4)
@@ -342,7 +343,7 @@ class EarlySaves(Mutant):
             super().wait_for_save()
 
     def wait_for_save(self) -> None:
-        """It is done already."""
+        """Returns at once: the save is done already."""
 
 
 class ShiftedSaves(Mutant):
@@ -394,7 +395,7 @@ class AnswersUnfinished(Mutant):
 
 
 class DraftsSaved(AnswersUnfinished):
-    """The same with speculative decoding only, as if drafted tokens were saved before vLLM accepts them."""
+    """A mutant that saves drafted tokens before vLLM accepts them, with speculative decoding only."""
 
     claim = "schedule.drafted"
 
@@ -423,7 +424,7 @@ class AbortedSaved(Mutant):
 
 
 class PreemptedSaved(Mutant):
-    """What is to be saved waits until some steps after a preemption: by then blocks of the preempted belong to others."""
+    """A mutant whose saves wait until some steps after a preemption: by then blocks of the preempted belong to others."""
 
     claim = "schedule.pressed"
     _steps = -1
@@ -530,7 +531,7 @@ class AdapterPath(Mutant):
 
 
 class AdaptersBeside(Mutant):
-    """What a request without an adapter computes beside adapters is saved, wherever vLLM computes it wrongly."""
+    """A mutant that saves what a request without an adapter computes beside adapters, wherever vLLM computes it wrongly."""
 
     claim = "identity.mixed"
 
@@ -658,7 +659,7 @@ class QuantizationName(Namespace):
 
 
 class CachedDtype(Namespace):
-    """With KV in 8 bits it does not matter in which type a model computes."""
+    """A mutant that, with KV in 8 bits, ignores in which type a model computes."""
 
     claim = "identity.settings.dtype-8-bit"
 

@@ -76,7 +76,7 @@ class SaltLostAfterPreemption(Watching):
 
 
 class OfSaltedPreempted(Watching):
-    """What a request with a salt saves after a preemption is changed."""
+    """A mutant that changes what a request with a salt saves after a preemption."""
 
     def edit(self, metadata: ForewordConnectorMetadata) -> None:
         roots = {
@@ -87,7 +87,7 @@ class OfSaltedPreempted(Watching):
         metadata.saves = [changed for one in metadata.saves for changed in self.saved(one, one.root in roots)]
 
     def saved(self, save: BlockSave, preempted: bool) -> list[BlockSave]:
-        """What is saved in place of this."""
+        """Blocks to save in place of these."""
         return [save]
 
 
@@ -221,7 +221,7 @@ class AbortFreesEarly(Watching):
 
 
 class WindowsFreeEarly(AbortFreesEarly):
-    """The same, of models with windows."""
+    """A mutant that frees the blocks of aborted loads early, of models with windows only."""
 
     claim = "crossed.loads-aborted-windows"
 

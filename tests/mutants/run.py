@@ -109,7 +109,7 @@ class Connectors:
         return Target({**transfer, "kv_connector_extra_config": extra}, VLLM, files)
 
     def check(self, name: str, claim: str) -> Evidence:
-        """What a claim shows with a connector."""
+        """Runs a claim with a connector, and returns what it shows."""
         self._session.use(self._target(name))
         evidence, _ = attempt(self._session, self._claims[claim], RandomPrompts(f"1/{claim}"))
         self._session.end(connected=True, kill=True)

@@ -21,8 +21,8 @@ def took(seconds: float, tokens: int = 2000) -> Measurement:
 
 
 def test_replicas_of_unequal_speed_have_their_costs_before_a_request() -> None:
-    """What was measured is expected; the same speed within a factor of 1.4 is one kind, which learns together; another machine
-    never is."""
+    """Costs that were measured are expected; the same speed within a factor of 1.4 is one kind, which learns together; another
+    machine never is."""
     kinds = CostKinds()
     fast, slow = kinds.of("both", None, "m", took(0.1)), kinds.of("both", None, "m", took(0.4))
     assert took(0.1).ratio(fast.costs) == pytest.approx(1) == took(0.4).ratio(slow.costs)

@@ -14,7 +14,7 @@ from foreword.routing.costs import CostModel, ReplicaCosts, RobustLine, pairs
 @settings(max_examples=50, deadline=None)
 @given(st.floats(0.0, 0.1), st.floats(1e-6, 1e-2), st.integers(0, 2**32))
 def test_a_line_is_found_in_spite_of_outliers(base: float, slope: float, seed: int) -> None:
-    """With one outlier in six samples and 2 % noise, predictions are within 20 % over the sampled range."""
+    """Predictions are within 20 % over the sampled range, with one outlier in six samples and 2 % noise."""
     rng, line = random.Random(seed), RobustLine(0.02, 2e-4)
     for _ in range(200):
         x = rng.uniform(100, 10_000)

@@ -157,7 +157,7 @@ def test_every_replica_of_a_large_fleet_holds_a_common_block() -> None:
 
 
 def test_the_end_of_a_chain_is_evicted_first() -> None:
-    """Of a chain twice as long as the table, the first blocks stay and most of the later ones go."""
+    """The first blocks of a chain twice as long as the table stay, and most of the later ones go."""
     directory = Directory(4_800)
     keys = chain(0, 9_600)
     directory.stored("a", CacheTier.DEVICE, None, keys)
@@ -289,8 +289,8 @@ class Counted(list[bytes]):
 
 
 def test_a_lookup_is_bounded_where_many_replicas_hold_prefixes_of_many_lengths() -> None:
-    """Of 2,000 blocks 40 replicas hold parts of 40 lengths. A lookup reads few of them, finds the longest exactly, and
-    finds of the others at most what they hold and less by at most a sixteenth of the prompt."""
+    """A lookup of 2,000 blocks, of which 40 replicas hold parts of 40 lengths, reads few of them, finds the longest exactly,
+    and finds of the others at most what they hold and less by at most a sixteenth of the prompt."""
     directory, rng = Directory(200_000), random.Random(3)
     # Each key has its own bucket, so that none is evicted.
     keys = Counted([key[:5] + i.to_bytes(4, "little") + key[9:] for i, key in enumerate(chain(0, 2000))])
@@ -327,7 +327,7 @@ def test_no_capacity_is_an_error() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_holders_of_a_common_prefix_stay_known(seed: int) -> None:
-    """Of a prefix that most of 150 replicas hold, lookups between any changes name its holders and how much each holds."""
+    """Holders of a prefix that most of 150 replicas hold are named by lookups between any changes, with how much each holds."""
     rng, directory = random.Random(seed), Directory()
     keys = [rng.randbytes(32) for _ in range(12)]
     held: dict[str, int] = {}

@@ -33,7 +33,8 @@ def test_a_mostly_cached_prompt_is_not_split() -> None:
 
 
 def test_many_decoding_sequences_justify_a_separate_prefill() -> None:
-    """With empty queues computing in place is faster by the transfer, but not worth it where 20 sequences decode."""
+    """A separate prefill is chosen where 20 sequences decode: with empty queues computing in place is faster by the transfer,
+    but not worth it then."""
     rule, policy = DisaggregationPolicy(stall=0.1), CostPolicy()
     quiet = rule.choose(prompt(1600), [candidate("p")], [candidate("d")], policy)
     crowded = rule.choose(prompt(1600), [candidate("p")], [candidate("d", running=20)], policy)
@@ -108,7 +109,7 @@ def test_both_roles_are_considered() -> None:
 
 
 class SplitMachine(Machine):
-    """The same where prompts are split between replicas."""
+    """Sequences of operations where prompts are split between replicas."""
 
     def made(self) -> Fleet:
         return Fleet(disaggregation=DisaggregationPolicy())

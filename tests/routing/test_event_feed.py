@@ -247,7 +247,7 @@ def test_a_real_pool_is_followed() -> None:
 
 
 def test_the_table_of_hashes_is_bounded() -> None:
-    """Of a thousand hashes at most a hundred are kept, each with its own key, among them the last one."""
+    """At most a hundred of a thousand hashes are kept, each with its own key, among them the last one."""
     table = KeyTable(100)
     names = [(i * 0x9E3779B97F4A7C15 & (2**64 - 1)).to_bytes(8, "big") for i in range(1000)]
     for name in names:

@@ -104,8 +104,8 @@ def test_a_queue_shrinks_with_time() -> None:
 
 
 def test_queued_work_includes_attention() -> None:
-    """One queued prompt of 2,000 tokens counts more than two of 1,000 where attention costs, and half of its work
-    half as much."""
+    """A queued prompt of 2,000 tokens counts more than two of 1,000 where attention costs, and half of its work half as
+    much."""
     costs = ReplicaCosts(prefill=1e-3, first=0.0, decode_each=0.0, attention=1e-6)
     fleet = Fleet()
     for name in ("a", "b"):
@@ -534,7 +534,7 @@ def prompt_for(
 
 
 def test_blocks_of_other_weights_do_not_count() -> None:
-    """What lies in a store that all replicas share counts for those with the weights that computed it only."""
+    """Blocks in a store that all replicas share count only for those with the weights that computed them."""
     fleet = fleet_of("a", "b", sends_events=True, weights="1")
     fleet.add("c", costs=COSTS, sends_events=True, weights="2")
     tokens = text(1, 800)

@@ -23,7 +23,7 @@ def of(body: bytes, salt: bytes = b"", model: str = "m") -> PromptChain:
 
 
 def chain(*texts: str, salt: bytes = b"", model: str = "m", tool: str = "") -> PromptChain:
-    """Of a chat whose first message is the system's."""
+    """The chain of a chat whose first message is the system's."""
     roles = ["system", *["user", "assistant"] * len(texts)]
     body: dict[str, Any] = {
         "messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
@@ -38,8 +38,8 @@ def tokens(count: int, start: int = 0) -> array[int]:
 
 
 def test_a_next_turn_has_the_tokens_of_the_one_before() -> None:
-    """Of a prompt that continues an earlier one, all tokens of that are known exactly; those behind them are counted by its
-    bytes. Another salt, model or system prompt shares nothing."""
+    """All tokens of an earlier prompt are known exactly in one that continues it; those behind them are counted by its bytes.
+    Another salt, model or system prompt shares nothing."""
     known = KnownPrompts()
     known.learn(chain("s" * 400, "u" * 400), tokens(200))
     found = known.find(chain("s" * 400, "u" * 400, "a" * 400, "u" * 400), NOW)
@@ -54,8 +54,8 @@ def test_a_next_turn_has_the_tokens_of_the_one_before() -> None:
 
 
 def test_a_shared_system_prompt_is_shorter_than_its_share() -> None:
-    """Of a prompt that shares only the first messages, fewer tokens are known than the bytes of these stand for: a template
-    makes only whole prompts exact."""
+    """A prompt that shares only the first messages has fewer known tokens than the bytes of these stand for: a template makes
+    only whole prompts exact."""
     known = KnownPrompts()
     known.learn(chain("s" * 900, "u" * 100), tokens(500))
     found = known.find(chain("s" * 900, "v" * 100), NOW)
@@ -96,7 +96,7 @@ def test_what_was_sent_without_its_tokens_is_remembered_by_its_bytes() -> None:
 
 
 def test_a_replicas_count_is_exact() -> None:
-    """What a replica's usage says of a prompt that was not tokenized is its length from then on."""
+    """A replica's usage for a prompt that was not tokenized is the prompt's length from then on."""
     known = KnownPrompts()
     one = chain("s" * 400, "u" * 400)
     known.placed(one, 200, "r", NOW, by_keys=False)

@@ -198,8 +198,8 @@ def test_a_short_cached_prefix_does_not_attract_a_new_session() -> None:
 
 
 def test_a_short_cached_prefix_wins_where_loads_are_equal() -> None:
-    """Of two replicas with the same recent load, the one that holds a fifth of the prompt is chosen; queueing is
-    never traded for balance."""
+    """The replica that holds a fifth of the prompt is chosen out of two with the same recent load; queueing is never traded for
+    balance."""
     idle = [candidate("warm", 20), candidate("cold")]
     assert CostPolicy().choose(query(1600), idle).replica == "warm"
     queued = [candidate("warm", 20, recent_tokens=5000), candidate("cold", queued_tokens=500)]
@@ -254,7 +254,7 @@ def test_no_available_candidate_is_explained() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(sorted(POLICIES)))
 def test_every_policy_is_deterministic(seed: int, name: str) -> None:
-    """The same requests in the same order go to the same candidates, and only to available ones."""
+    """Requests in the same order go to the same candidates, and only to available ones."""
 
     def run() -> list[str | None]:
         rng, policy = random.Random(seed), policy_named(name)

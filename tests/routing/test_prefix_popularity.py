@@ -19,7 +19,7 @@ def key(number: int) -> bytes:
 
 
 def test_shares_follow_recent_prompts() -> None:
-    """One prompt in four, then one in two: the share follows within two hundred prompts."""
+    """A share follows its prompts, one in four and then one in two, within two hundred of them."""
     counts, rng = PrefixPopularity(), random.Random(1)
     for share in (0.25, 0.5):
         found = [counts.record(key(0) if rng.random() < share else key(rng.randrange(1, 10**9))) for _ in range(600)]

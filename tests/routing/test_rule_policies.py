@@ -35,7 +35,7 @@ def test_least_loaded_counts_requests() -> None:
 
 
 def test_least_tokens_counts_tokens() -> None:
-    """One long prompt weighs more than two short ones."""
+    """A long prompt weighs more than two short ones."""
     fleet = [candidate("a", queued=1, queued_tokens=9000), candidate("b", queued=2, queued_tokens=500)]
     assert policy_named("least-tokens").choose(query(16), fleet).replica == "b"
 

@@ -89,7 +89,8 @@ def test_large_fleets_decide_about_as_well(events: bool) -> None:
 
 
 def test_the_holder_of_a_prefix_is_found_among_many() -> None:
-    """One replica of hundreds holds most of a prompt; it is found from what was sent there, and gets the next question."""
+    """The holder of most of a prompt, one replica of hundreds, is found from what was sent there, and gets the next
+    question."""
     fleet = Fleet()
     for number in range(300):
         fleet.add(f"r{number}", costs=ReplicaCosts(prefill=1e-3))

@@ -43,7 +43,7 @@ def prune(schema: dict[str, Any], used: Any) -> dict[str, Any]:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Of a CRD, unknown fields are dropped, which `kubectl` warns of; a Helm chart's schema says what it allows."""
+    """Drops what a CRD does not know, which `kubectl` warns of; a Helm chart's schema says what it allows."""
     open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or schema.get("additionalProperties", False)
     return {} if open_ended else {"additionalProperties": False}
 

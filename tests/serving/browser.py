@@ -62,7 +62,7 @@ class Page:
         return self.driver.execute_cdp_cmd(command, arguments)
 
     def complaints(self) -> list[str]:
-        """What the console has said since the last call."""
+        """Complaints of the console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
 
 

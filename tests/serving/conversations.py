@@ -33,7 +33,7 @@ IMAGE = "data:image/png;base64," + "iVBORw0KGgo" * 60
 
 
 class Draw(random.Random):
-    """What one seed draws."""
+    """A draw of one seed."""
 
     def text(self, most: int = 12) -> str:
         return " ".join(self.choices(WORDS, k=self.randint(1, most)))

@@ -204,7 +204,7 @@ class Front:
         return float(psutil.Process(self.process.popen.pid).memory_info().rss) / (1 << 20)
 
     def refusals(self) -> tuple[int, int]:
-        """Of its replicas, and how many requests it has sent again. Of a server, none."""
+        """Refusals of a router's replicas, and how many requests it has sent again. Of a server, none."""
         if self.label != "router":
             return 0, 0
         refused = sum(_total(url, "requests_total", 'outcome="client_error"') for url in self.servers)

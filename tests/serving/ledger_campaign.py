@@ -174,7 +174,7 @@ def body_of(path: str, draw: random.Random, model: str, streams: bool, tokens: i
 
 
 def tokens_of(usage: dict[str, Any]) -> tuple[int, int, int]:
-    """Of the prompt, of the answer, and of the prompt from the cache, as any dialect tells them."""
+    """Counts tokens of the prompt, of the answer, and of the prompt from the cache, as any dialect tells them."""
     if "prompt_tokens" in usage:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return usage["prompt_tokens"], usage["completion_tokens"], cached
@@ -268,7 +268,7 @@ def settled(fleet: Fleet) -> None:
 
 
 def wrong(fleet: Fleet, asked: list[Asked]) -> list[str]:
-    """What is wrong in the ledgers."""
+    """Faults in the ledgers."""
     found: list[str] = []
     by_id: dict[str, list[dict[str, Any]]] = {}
     for line in lines(fleet.routed):

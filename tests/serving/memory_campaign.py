@@ -52,7 +52,7 @@ _STEPS = (0.25, 0.5, 1.0)
 
 @dataclass
 class Row:
-    """What one process kept. `counts`: after each step."""
+    """Memory that one process kept. `counts`: after each step."""
 
     label: str
     counts: list[dict[str, Any]] = field(default_factory=list)

@@ -74,7 +74,7 @@ def is_free(url: str) -> bool:
 
 @dataclass
 class Stream:
-    """What a client reads of a completion's stream."""
+    """A stream of a completion as a client reads it."""
 
     text: str = ""
     tokens: int = 0

@@ -234,7 +234,7 @@ _KINDS: tuple[tuple[float, Callable[[Random], MixedRequest]], ...] = (
 
 
 def unstored(request: MixedRequest) -> MixedRequest:
-    """The same request, whose response a server or router does not keep."""
+    """Makes the same request one whose response a server or router does not keep."""
     if request.kind != "response":
         return request
     return replace(request, body=json.dumps({**json.loads(request.body), "store": False}).encode())

@@ -89,7 +89,7 @@ class RouterProcess(CommandProcess, RunningRouter):
 
 
 class RouterThread(RunningRouter, logging.Handler):
-    """The same router on an event loop of this process, which starts much faster."""
+    """A router on an event loop of this process, which starts much faster than a process."""
 
     def __init__(self, *arguments: str) -> None:
         logging.Handler.__init__(self, logging.INFO)

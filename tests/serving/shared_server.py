@@ -1,4 +1,4 @@
-"""One engine with the embedded model behind several HTTP servers on free ports, and helpers for tests that use them."""
+"""A shared engine with the embedded model behind several HTTP servers on free ports, and helpers for tests that use them."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def served(*fronts: tuple[Front, socket.socket, ServerConfig]) -> Iterator[None]
 def another_server(
     shared: SharedServers, config: ServerConfig, ledger: UsageLedger | None = None
 ) -> Iterator[tuple[str, ServerApp]]:
-    """One more server over the shared engine: its URL and what runs there."""
+    """Starts one more server over the shared engine: its URL and what runs there."""
     app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES), ledger=ledger)
     listener = bind(config)
     with served((app.front, listener, config)):

@@ -18,7 +18,7 @@ from foreword.api.work_queue import WorkQueue
 
 
 class Counts:
-    """What a front counted."""
+    """Counts of a front."""
 
     def __init__(self) -> None:
         self.responses: list[tuple[str, int]] = []

@@ -17,7 +17,7 @@ FIRST_TOKEN = 100
 
 
 class Speaker(ScriptedReplica):
-    """One of Foreword's servers, or of vLLM's, with the connector or without.
+    """A server of Foreword, or of vLLM, with the connector or without.
 
     Attributes:
         weights: a hexadecimal fingerprint; its first character begins all words.
@@ -121,7 +121,8 @@ class Speaker(ScriptedReplica):
         return out
 
     def _logprobs(self, body: dict[str, Any]) -> web.Response:
-        """As a model would: other weights give other values, and the same weights nearly the same."""
+        """Log-probabilities as a model would have them: other weights give other values, and the same weights nearly the
+        same."""
         if self.noise is None:
             return web.json_response({"error": {"message": "no log-probabilities"}}, status=400)
         tokens = [body["prompt"][at : at + 4] for at in range(0, len(body["prompt"]), 4)]

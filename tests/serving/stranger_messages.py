@@ -1,5 +1,5 @@
-"""What strangers without a key send to each kind of port: its own protocol with a wrong key, lengths that nothing has, and what
-real peers have sent before."""
+"""Messages of strangers without a key to each kind of port: its own protocol with a wrong key, lengths that nothing has, and
+what real peers have sent before."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def request(draw: random.Random, paths: Sequence[str]) -> bytes:
 
 
 def http(paths: Sequence[str]) -> Maker:
-    """One to four requests on a connection."""
+    """Makes messages of one to four requests on a connection."""
     every = sorted({*paths, *_PATHS})
     return lambda draw: [request(draw, every) for _ in range(draw.choice((1, 1, 1, 4)))]
 

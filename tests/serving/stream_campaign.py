@@ -108,7 +108,7 @@ _COUNTS = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens"
 
 
 def heard(raw: str) -> dict[str, Any]:
-    """What the client is promised: without ids, times, and how the text was cut into events."""
+    """The content that the client is promised: without ids, times, and how the text was cut into events."""
     choices: dict[int, dict[str, Any]] = {}
     events: dict[str, str] = {}
     found: dict[str, Any] = {"choices": choices, "events": events, "usage": {}, "ends": [], "error": None}
@@ -174,7 +174,7 @@ class Campaign:
         self.cuts = 0
 
     def ask(self, name: str, *cuts: int) -> tuple[dict[str, Any], int]:
-        """What the client hears, and the number of events."""
+        """Asks, and returns what the client hears and the number of events."""
         path, body = CASES[name]
         request_id = f"{name.replace(' ', '-').replace(',', '')}-{len(self.told)}"
         self._scissors.cut_after(*cuts)

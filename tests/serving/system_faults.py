@@ -41,7 +41,7 @@ class Faults:
     odd: list[str] = field(default_factory=list)
 
     def run(self, kind: str, draw: random.Random) -> None:
-        """One fault, from its begin to its repair."""
+        """Runs one fault, from its begin to its repair."""
         subject = "router" if kind.startswith("router ") else "store" if kind in STORES else "server"
         window = Window(kind, subject, time.monotonic())
         self.windows.append(window)

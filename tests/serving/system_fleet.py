@@ -157,7 +157,7 @@ class Fleet:
         until(self.routed, PATIENCE)
 
     def logs(self) -> str:
-        """What all servers and routers have said."""
+        """Logs of all servers and routers."""
         return (
             "".join(f"--- {one.name} {one.relay.url}\n{one.text}" for one in self.servers)
             + f"--- router\n{self.router_text}"

@@ -74,7 +74,7 @@ ROUTER_QUIET = ("foreword:router_in_flight", "foreword:router_waiting", "forewor
 
 @dataclass
 class Round:
-    """What a round showed."""
+    """Results of a round."""
 
     number: int
     began: str = field(default_factory=lambda: time.strftime("%H:%M:%S"))

@@ -21,7 +21,7 @@ DEAD = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 @dataclass
 class Ask:
-    """One request.
+    """A request of the traffic.
 
     Attributes:
         direct: index of the replica that gets it, past the router; -1 for the router.
@@ -42,7 +42,7 @@ class Ask:
 
 @dataclass
 class Answer:
-    """What the client saw. `error` is empty for an answer that came whole."""
+    """The answer as the client saw it. `error` is empty for an answer that came whole."""
 
     began: float
     ended: float = 0.0
@@ -224,7 +224,7 @@ class Reference:
 
 
 def difference(answer: Answer, right: Answer) -> str:
-    """What differs from the reference in the part of the answer that came; empty if nothing does."""
+    """Describes what differs from the reference in the part of the answer that came; empty if nothing does."""
     complete = not answer.error and not answer.left
     if complete and (answer.done != 1 or len(answer.names) != 1):
         return f"{answer.done} ends and the ids {answer.names}"

@@ -28,7 +28,7 @@ def tokenizer() -> Tokenizer:
 
 
 def deltas(tokenizer: Tokenizer, request: Request, answer: str) -> list[Delta]:
-    """One per token, as the engine makes them."""
+    """Makes one delta per token, as the engine does."""
     text = OutputText(tokenizer, request)
     tokens = tokenizer.encode(answer, add_special_tokens=False)
     made = [Delta(request.id, 0, (token,), text.push(token)[0]) for token in tokens]
@@ -40,7 +40,7 @@ def read(reader: DeltaReader, some: list[Delta]) -> list[Piece]:
 
 
 def shape(pieces: list[Piece]) -> list[tuple[type[Piece], str]]:
-    """What the pieces say, without the ids of calls, which are random."""
+    """Content of the pieces, without the ids of calls, which are random."""
     return [(type(piece), getattr(piece, "text", getattr(piece, "name", ""))) for piece in joined(pieces)]
 
 

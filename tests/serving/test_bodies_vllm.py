@@ -43,7 +43,7 @@ HEADERS = ("content-type", "retry-after", "allow")
 
 @pytest.fixture(scope="module", params=MODELS)
 def urls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Of vLLM, and of the router in front of it."""
+    """URLs of vLLM, and of the router in front of it."""
     folder = tmp_path_factory.mktemp("vllm")
     build, more = MODELS[request.param]
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--no-enable-prefix-caching", *more)
@@ -59,8 +59,8 @@ def urls(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def ask(client: httpx.Client, url: str, data: bytes) -> tuple[Any, str]:
-    """What must be equal: status, headers and bytes, but ids and times, and the order of several choices; of a refusal the
-    status; `failed` where vLLM has an exception. Then the text."""
+    """Asks, and returns what must be equal: status, headers and bytes, but ids and times, and the order of several choices; of
+    a refusal the status; `failed` where vLLM has an exception. Then the text."""
     try:
         answer = client.post(url, content=data)
     except httpx.RemoteProtocolError as error:

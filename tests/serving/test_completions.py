@@ -82,7 +82,7 @@ def test_n_sequences_per_prompt(ai: openai.OpenAI, server: SharedServer) -> None
 
 
 def test_seed_repeats(ai: openai.OpenAI, server: SharedServer) -> None:
-    """The same seed gives the same text."""
+    """A seed gives the same text each time."""
     body: dict[str, Any] = {
         "model": server.model,
         "prompt": words("seed", 4),
@@ -133,8 +133,8 @@ def test_echo_puts_the_prompt_before_the_text(ai: openai.OpenAI, server: SharedS
 
 
 def test_echo_with_logprobs_scores_the_prompt(ai: openai.OpenAI, server: SharedServer) -> None:
-    """With `echo` and `logprobs` the entries of the prompt precede those of the text, also where nothing is generated and
-    where the prompt is cached; a stream has the same."""
+    """Entries of the prompt precede those of the text with `echo` and `logprobs`, also where nothing is generated and where the
+    prompt is cached; a stream has the same."""
     prompt = words("score", 12)
     body: dict[str, Any] = dict(model=server.model, prompt=prompt, echo=True, logprobs=2, **GREEDY)
     ids = server.engine.tokenizer.encode(prompt)

@@ -247,8 +247,8 @@ def test_keyboard(site: DashboardServer, page: Page) -> None:
 
 
 def test_key(site: DashboardServer, page: Page) -> None:
-    """With API keys the page asks for one, reports a wrong one, keeps a valid one for the tab only, and shows the data
-    of its tenant only."""
+    """The page of a server with API keys asks for one, reports a wrong one, keeps a valid one for the tab only, and shows the
+    data of its tenant only."""
     site.name_prefix("anns", words("anns", 20), "k1")
     site.name_prefix("bobs", words("bobs", 20), "k2")
     page.open(site.keyed)

@@ -434,7 +434,7 @@ def test_screen_readers(fleet: Fleet, page: Page, scheme: str) -> None:
 
 
 class ThousandReplicas:
-    """What the page asks of a router of a thousand replicas: one slow, one failing, and a prefix on three."""
+    """A router of a thousand replicas as the page asks it: one slow, one failing, and a prefix on three."""
 
     def __init__(self, loop: Loop) -> None:
         self.url: str = loop.call(self._start)
@@ -490,8 +490,8 @@ def _replica(url: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("width", represented([1280, 390], 1280))
 def test_a_thousand_replicas(page: Page, width: int) -> None:
-    """Of a thousand replicas the slow one, the failing one and the holders of a prefix are named on the first screen; few rows
-    are drawn; any cell of the strip leads to its replica."""
+    """The slow replica of a thousand, the failing one and the holders of a prefix are named on the first screen; few rows are
+    drawn; any cell of the strip leads to its replica."""
     page.size(width, 844 if width < 600 else 900, phone=width < 600)
     page.open(ThousandReplicas(Loop()).url)
     page.wait(lambda: page.text("[data-finding=failing]").startswith("replica-701:8000 fails"))

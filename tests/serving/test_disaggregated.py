@@ -224,7 +224,7 @@ def test_disconnected_clients_are_counted(
 
 
 def test_tenants_do_not_drain(shared: SharedServers) -> None:
-    """With API keys or a router key, draining takes the operator's key; without an operator's key it is refused."""
+    """Draining takes the operator's key where there are API keys or a router key; without an operator's key it is refused."""
     settings = {
         "routers": ServerConfig(router_key="routers"),
         "alices": ServerConfig(api_keys=("alice=alices",), tenant_secret="a secret of the tests"),

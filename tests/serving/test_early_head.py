@@ -1,4 +1,4 @@
-"""What a client gets before its first token, and limits of tenants."""
+"""The head of an answer before its first token, and limits of tenants."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def erase(url: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.extended
 @pytest.mark.parametrize("restarted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_erasure_is_completed_later(start: Start, tmp_path: Path, restarted: bool) -> None:
-    """With a Redis that hangs the answer is 207: the disk is erased, Redis is named. Once Redis answers, its blocks go too,
-    without a request, and the receipt says so. If the server has ended in between, the next one continues."""
+    """An erasure with a Redis that hangs is answered with 207: the disk is erased, Redis is named. Once Redis answers, its
+    blocks go too, without a request, and the receipt says so. If the server has ended in between, the next one continues."""
     redis = RedisServer(tmp_path)
     flags = [
         "--store",

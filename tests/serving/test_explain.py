@@ -118,7 +118,7 @@ HEALTHY_SERVERS = [
 
 
 def _flat(cases: Sequence[Any]) -> list[Any]:
-    """One parameter per case: its arguments."""
+    """Makes one parameter per case: its arguments."""
     return [pytest.param(one.values, marks=one.marks) if hasattr(one, "marks") else pytest.param(one) for one in cases]
 
 
@@ -311,7 +311,8 @@ def test_a_proxy_that_changes_requests(one: str, change: Change, link: str, word
 
 @pytest.mark.slow
 def test_proxies_that_repeat_themselves(one: str) -> None:
-    """One that makes all prompts the same, and one that answers a completion with the answer to another."""
+    """Proxies that repeat themselves are found: one that makes all prompts the same, and one that answers a completion with the
+    answer to another."""
     with proxy(one, changed(lambda body: body.update(prompt=[101, 102] * 100, cache_salt="one"))) as url:
         explain(url)
         broken(explain(url), "computed", "it changes or replays requests")
@@ -483,8 +484,8 @@ def test_replicas_out_of_service(two: list[str]) -> None:
 
 @pytest.mark.slow
 def test_routers_in_other_places(two: list[str], tmp_path: Path) -> None:
-    """One replica by turns, a router in front of a router, one behind a proxy that drops headers, and replicas with blocks of
-    different sizes: nothing is accused, and what restricts is said."""
+    """A router in another place is not accused, and what restricts is said: one replica by turns, a router in front of a
+    router, one behind a proxy that drops headers, and replicas with blocks of different sizes."""
     with routing(1, *given(two[:1]), "--policy", "round-robin") as url:
         sound(explain(url))
         with routing(1, *given([url])) as outer:

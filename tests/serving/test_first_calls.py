@@ -40,7 +40,7 @@ def test_first_calls(started: Fronts, call: FirstCall, front: str) -> None:
 @needs_vllm[1]
 @CALLS
 def test_first_calls_before_vllm(with_vllm: Fronts, call: FirstCall) -> None:
-    """The same with a real vLLM behind the router."""
+    """The first calls of the guide work with a real vLLM behind the router."""
     assert replay(call, *with_vllm["router before vLLM"]) == []
 
 

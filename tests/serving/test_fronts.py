@@ -92,7 +92,7 @@ def server_front(shared: SharedServers, tmp_path_factory: pytest.TempPathFactory
 
 
 class EncodedBodies(FrontContract):
-    """What fronts of this package do besides."""
+    """Promises of this package's own fronts about the encoding of bodies, besides those of every front."""
 
     def test_encodings_of_bodies(self, front: RunningFront) -> None:
         """JSON with a byte order mark, in UTF-16 and in UTF-32 is read as JSON in UTF-8 is."""
@@ -247,7 +247,7 @@ def picker_front(replica: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 class TestPicker(EncodedBodies):
-    """The same router as an endpoint picker; the gateway is this test."""
+    """The router as an endpoint picker, with the same promises; the gateway is this test."""
 
     @pytest.fixture
     def front(self, picker_front: RunningFront) -> RunningFront:
@@ -283,7 +283,7 @@ ACCOUNTED: list[tuple[str, str, Any, dict[str, str]]] = [
 def account_of(
     router: RouterThread, way: str, send: Callable[[str, str, Mapping[str, str], bytes], Asked], given: Any
 ) -> dict[str, Any]:
-    """What a front told the client of a request, counted and charged."""
+    """Sends a request, and returns its account: what the front told the client, counted and charged."""
     method, path, body, more = given
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     headers = {"authorization": f"Bearer {way}-key", "content-type": "application/json", "x-request-id": "one", **more}
@@ -312,8 +312,8 @@ def counters(router: RouterThread) -> Counter[tuple[str, str]]:
 
 
 def test_equal_accounts_at_a_router_and_at_its_picker(replica: str, tmp_path: Path) -> None:
-    """The same request by HTTP and through a gateway: the same status and error, the same counters, the same charge and ledger
-    line, and a span with the same attributes; whether it is served, refused, or knows no path."""
+    """A request by HTTP and one through a gateway have the same account: status and error, counters, charge and ledger line,
+    and a span with the same attributes; whether it is served, refused, or knows no path."""
     pytest.importorskip("grpc")
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     port, ledger, ways = free_port(), tmp_path / "usage.jsonl", ("routed", "picked")
@@ -382,7 +382,7 @@ _OWN = frozenset(("id", "created", "created_at", "completed_at", "system_fingerp
 
 
 def told(answer: Asked) -> Any:
-    """What must be equal: all but names, times and what the cache had already."""
+    """The parts of an account that must be equal: all but names, times and what the cache had already."""
     body = json.loads(answer.body)
     if answer.status >= 400:
         return answer.status, {name: body["error"].get(name) for name in ("type", "code", "param")}
@@ -402,7 +402,7 @@ def _plain(value: Any) -> Any:
     "seeds", [range(24), pytest.param(range(24, SEEDS), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_equal_answers_from_a_server_and_through_a_router(seeds: range, replica: str, shared: SharedServers) -> None:
-    """The same seeded bodies get equal tokens, usage, errors and statuses from a server and through a router."""
+    """Seeded bodies get equal tokens, usage, errors and statuses from a server and through a router."""
     router = RouterThread("--replica", shared.open.url)
     try:
         router.wait_for(1)

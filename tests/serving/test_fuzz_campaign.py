@@ -12,7 +12,7 @@ from fuzz_requests import fuzz_request
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_short_campaign() -> None:
-    """Of 3,000 requests to server, router and picker none is answered with a 5xx of ours, none that is well-formed ends without
+    """None of 3,000 requests to server, router and picker is answered with a 5xx of ours, none that is well-formed ends without
     an answer, none leaves a traceback in the log or a block in use."""
     rows = run(3000, seed=1)
     assert [row.label for row in rows] == ["server", "router", "picker"]

@@ -126,7 +126,7 @@ def test_two_prefixes_use_both_replicas(fleet: Fleet, gateway: Envoy) -> None:
 
 @pytest.mark.parametrize("mode", ["two filters", "one filter"])
 def test_the_gateway_allows_some_endpoints(mode: str, fleet: Fleet, tmp_path: Path) -> None:
-    """Of the endpoints that the gateway allows, in a list or a text, one is chosen; without any, the client gets 503."""
+    """An endpoint is chosen among those that the gateway allows, in a list or a text; without any, the client gets 503."""
     allowed = fleet.urls[1].removeprefix("http://")
     for subset, status, replica in ((f'"192.0.2.1:1, {allowed}"', 200, fleet.urls[1]), ('["192.0.2.1:1"]', 503, "")):
         envoy = Envoy(tmp_path, fleet.port, fleet.urls, mode, subset=subset)
@@ -140,7 +140,7 @@ def test_the_gateway_allows_some_endpoints(mode: str, fleet: Fleet, tmp_path: Pa
 
 
 def test_errors_are_the_routers(fleet: Fleet, gateway: Envoy) -> None:
-    """What the picker refuses gets the error that the router's own proxy would send."""
+    """A request that the picker refuses gets the error that the router's own proxy would send."""
     headers = {"content-type": "application/json"}
     for path, content in (("/v1/completions", b"{"), ("/v1/chat/completions", b'{"model": "none", "messages": []}')):
         given = [

@@ -53,7 +53,7 @@ def test_a_server_without_keys_answers_to_its_own_names(shared: SharedServers, p
 
 
 def test_a_router_without_keys_does_too() -> None:
-    """The same rule holds for a router."""
+    """A router without keys refuses foreign host names as a server does."""
     router = RouterThread("--replica", "http://127.0.0.1:1", "--max-body", "1MiB")
     try:
         assert [status(router.url, host, "/metrics") for host in FOREIGN] == [403] * len(FOREIGN)

@@ -107,7 +107,7 @@ def test_a_late_subscriber_knows_what_an_early_one_knows(seed: int) -> None:
 
 
 def test_the_snapshot_is_bounded() -> None:
-    """Of more blocks than its limit the snapshot has the first ones."""
+    """A snapshot of more blocks than its limit has the first ones."""
     log, tokens = KvEventLog(messages=1, blocks=10), list(range(BLOCK * 40))
     keys = chain_keys(Scope(b"m", BLOCK).root(), tokens, BLOCK)
     for number in range(40):
@@ -234,7 +234,7 @@ async def _reaches(publisher: KvEvents, key: str | None, seconds: float) -> int:
 
 @pytest.mark.parametrize("key", [None, "another key of the same length...."])
 def test_events_with_a_key_are_for_the_router_alone(key: str | None) -> None:
-    """With the router's key a subscription gets events and replays; a stranger without it, or with another one, gets nothing
+    """A subscription with the router's key gets events and replays; a stranger without it, or with another one, gets nothing
     from either socket, and the events go on."""
     publisher = KvEvents(BLOCK, "tcp://127.0.0.1:0", key=KEY)
     try:

@@ -62,7 +62,7 @@ class Handler:
 
 @asynccontextmanager
 async def unreported() -> AsyncIterator[None]:
-    """What runs in the block leaves nothing to the event loop's exception handler."""
+    """Asserts that the block leaves nothing to the event loop's exception handler."""
     reported: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
     yield

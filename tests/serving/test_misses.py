@@ -69,7 +69,7 @@ def conversation(topic: str) -> dict[str, Any]:
 
 
 class Changes:
-    """What a client does to its next request: each method plants one cause."""
+    """Changes of a client's next request: each method plants one cause."""
 
     def date(self, body: Any) -> None:
         self._system(body, "03-01", "03-02")
@@ -175,7 +175,8 @@ def next_turn(name: str, topic: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_planted_causes(name: str, http: httpx.Client) -> None:
-    """What a client changed between two turns is named, with its place in the body; a turn that only adds loses nothing."""
+    """A change that a client made between two turns is named, with its place in the body; a turn that only adds loses
+    nothing."""
     ask(http, conversation(NAMES[name]))
     report = ask(http, next_turn(name, NAMES[name]))
     assert (report["cause"], report["where"]) == EXPECTED[name]
@@ -193,7 +194,7 @@ def test_a_streamed_response_names_the_cause(http: httpx.Client) -> None:
 
 
 def test_evicted(http: httpx.Client) -> None:
-    """The same prompt after its blocks are gone was evicted, and everything but its last token is lost."""
+    """A prompt whose blocks are gone was evicted, and everything but its last token is lost."""
     ask(http, conversation("Ned"))
     assert http.delete("/v1/cache").status_code == 200
     report = ask(http, conversation("Ned"))

@@ -50,7 +50,7 @@ def router(model: Path) -> Iterator[RouterProcess]:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_planted_causes(name: str, router: RouterProcess) -> None:
-    """What a client changed between two turns is named, with its place in the body."""
+    """A change that a client made between two turns is named, with its place in the body."""
     with router.http() as client:
         for body in (conversation(NAMES[name]), next_turn(name, NAMES[name])):
             # vLLM shows tools to the model also if it shall not call them; calling needs a parser.

@@ -122,7 +122,7 @@ def test_equal_tokens_at_router_and_replica(model: Path, tmp_path: Path, options
 
 
 class VllmReplica(ChatReplica):
-    """It also takes the Messages API as it comes."""
+    """A replica of vLLM that also takes the Messages API as it comes."""
 
     def routes(self) -> list[web.RouteDef]:
         taken = [web.post(path, self._count) for path in ("/tokenize", "/v1/messages/count_tokens")]

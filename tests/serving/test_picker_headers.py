@@ -1,4 +1,4 @@
-"""What a gateway says of a request in headers: its objective, its fairness id, its model; and what the picker says of ranks."""
+"""Headers of a gateway about a request: its objective, its fairness id, its model; and what the picker says of ranks."""
 
 from __future__ import annotations
 
@@ -139,9 +139,8 @@ def test_headers_that_a_client_may_have_set() -> None:
 
 
 def test_ranks_behind_one_address() -> None:
-    """Where the gateway has one endpoint and several replicas have its address, by whatever host names, the header of llm-d's
-    sidecar says which of them was chosen. With endpoints for retries, of which it would not be true, there is none, and none
-    for a replica alone."""
+    """The header of llm-d's sidecar says which of several replicas with one address was chosen, whatever their host names. With
+    endpoints for retries, of which it would not be true, there is none, and none for a replica alone."""
     own = "x-data-parallel-host-port"
     with picking("--max-attempts", "1", replicas=2, hosts=("127.0.0.1", "localhost")) as ask:
         picked = ask({own: "evil:1"})

@@ -1,4 +1,4 @@
-"""What strangers may send to the endpoint picker's port."""
+"""Messages that strangers may send to the endpoint picker's port."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_each_callee_raises_for_one_of_two(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What raises for one request of a gateway ends that one, with an error for its client and a line in the log. One that
-    is under way, and the next one, are answered."""
+    """A callee that raises for one request of a gateway ends that one, with an error for its client and a line in the log. One
+    that is under way, and the next one, are answered."""
     owners = getattr(importlib.import_module(module), owner)
     real, raised = getattr(owners, callee), list[str]()
 

@@ -141,7 +141,7 @@ def test_prefill_and_retries_have_the_same_weights() -> None:
 
 
 def test_the_gateway_sends_the_ordered_prompt() -> None:
-    """With an order of the prompt the gateway gets the ordered body; one that is in this order already stays the client's."""
+    """The gateway gets the ordered body where the prompt has an order; one that is in this order already stays the client's."""
     fleet = Fleet("--volatile-lines", "/^Date: /")
     fleet.add("10.0.0.1:1", "aa")
     user = {"role": "user", "content": "hi"}

@@ -29,7 +29,7 @@ VLLM_NAMES = {
 
 
 def test_models(ai: openai.OpenAI, server: SharedServer) -> None:
-    """One model is listed, and it can be asked for by its name."""
+    """A server lists one model, which can be asked for by its name."""
     listed = ai.models.list().data
     assert [model.id for model in listed] == [server.model]
     one = ai.models.retrieve(server.model)
@@ -69,7 +69,7 @@ def test_tokenize_messages(client: httpx.Client, server: SharedServer) -> None:
     ],
 )
 def test_bad_tokenize(client: httpx.Client, path: str, body: dict[str, object]) -> None:
-    """What cannot be tokenized or detokenized is a 400."""
+    """A body that cannot be tokenized or detokenized is a 400."""
     assert client.post(f"/v1/{path}", json=body).status_code == 400
 
 

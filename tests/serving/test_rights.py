@@ -1,4 +1,4 @@
-"""What each caller may do to servers and to the cache of others."""
+"""Rights of each caller to servers and to the cache of others."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_named_prefixes_are_registered_on_all_replicas(router: RouterProcess, se
 
 
 def test_cache_control_reaches_all_replicas(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """What is retained through the router is kept on every replica, and released there."""
+    """A retention through the router is kept on every replica, and released there."""
     body = {"prompt": words("kept", 30), "ttl": "1h"}
     with router.http() as client:
         kept = client.post("/v1/cache/retain", json=body)
@@ -374,7 +374,7 @@ def test_replicas_from_dns(servers: list[ControlledProcess]) -> None:
 
 @pytest.mark.slow
 def test_a_local_tokenizer(servers: list[ControlledProcess], router: RouterProcess) -> None:
-    """With `--tokenizer` the router makes the same tokens as the replicas, including the chat template."""
+    """The router makes the same tokens as the replicas with `--tokenizer`, including the chat template."""
     from foreword.engine.model import embedded_model
 
     local = RouterProcess(

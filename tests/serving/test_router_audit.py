@@ -88,7 +88,7 @@ def test_wrong_kv_is_found_and_not_used(replica: str, shared: SharedServers, tmp
 
 
 def test_salts_of_several_routers(tmp_path: Path) -> None:
-    """What one router changes, the others change alike: also if two change the same salt at the same time, or one of them
+    """Salts that one router changes, the others change alike: also if two change the same salt at the same time, or one of them
     cannot write for a while. A router that cannot read a change does not start."""
     folder = tmp_path / "reports"
     first, second = ChangedSalts(folder), ChangedSalts(folder)

@@ -146,13 +146,13 @@ def test_output_without_token_ids_is_counted_by_the_piece() -> None:
 
 @pytest.mark.parametrize("kind", ["foreword", "vllm"])
 def test_ids_are_asked_for_few_choices(kind: str) -> None:
-    """With each choice a replica repeats the ids of the prompt: the router asks for those of at most 16."""
+    """A router asks for the prompt's ids of at most 16 choices, since a replica repeats them with each choice."""
     assert asks_ids(opened(kind, n=16, seed=1).request, kind)
     assert not asks_ids(opened(kind, n=17, seed=1).request, kind)
 
 
 def test_a_number_of_choices_below_one() -> None:
-    """What a server says to such a request is forwarded."""
+    """A server's answer to a number of choices below one is forwarded."""
     stream = opened("openai", n=-1)
     assert stream.take(chunk(0, "b", None, "stop")) and stream.finished
 

@@ -187,8 +187,8 @@ class _Ahead:
 def test_it_is_decided_at_the_limit(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, server: SharedServer, how: str, streams: bool
 ) -> None:
-    """With the default of 60 s the replica is asked before these are over, so that the request goes to another one with the
-    first look behind them: without a further question, and never before."""
+    """A replica is asked before the default of 60 s is over, so that the request goes to another one with the first look behind
+    them: without a further question, and never before."""
     ahead, asked = _Ahead(), list[float]()
     for module in (proxied_request, response_proxy, router_module, silence):
         monkeypatch.setattr(module, "clock", ahead)

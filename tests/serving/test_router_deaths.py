@@ -128,7 +128,7 @@ def test_bystanders_are_served() -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_request_that_fails_alone(streams: bool) -> None:
-    """What a replica ended with an error of its own is not sent to another one, and no replica is blamed."""
+    """A request that a replica ended with an error of its own is not sent to another one, and no replica is blamed."""
     with fleet(3, "--failures", "1") as (mortals, router):
         for _ in range(3):
             assert code_of(post(router, "ALONE", stream=streams)) == "request_failed"

@@ -67,7 +67,7 @@ def test_invalid_specifications_are_explained_without_passwords(text: str, said:
     ],
 )
 def test_dns_names(url: str, said: str) -> None:
-    """The same holds for DNS names."""
+    """Replicas by DNS names are found as those of the other lists are."""
     with pytest.raises(ConfigError) as refused:
         configured_replicas(RouterConfig(replica_dns=(url,)))
     assert said in str(refused.value) and "hunt" not in str(refused.value)

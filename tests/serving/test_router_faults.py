@@ -333,8 +333,8 @@ def test_client_errors_are_checked_until_they_are_believed(
 
 
 def test_mistakes_of_clients(loop: Loop) -> None:
-    """Of mistakes of clients between served requests, the first of each kind is asked twice, and each 401; no replica is at
-    fault."""
+    """Mistakes of clients between served requests are checked: the first of each kind is asked twice, and each 401; no replica
+    is at fault."""
     replicas = [Scripted(loop) for _ in range(2)]
     kinds = (
         *("picky 400", "picky 401", "picky 404", "picky 501"),
@@ -350,7 +350,7 @@ def test_mistakes_of_clients(loop: Loop) -> None:
 
 
 def test_how_many_refusals_are_checked() -> None:
-    """Of many mistakes of clients that replicas agree about, fewer than 1 % are asked twice, however many kinds there are."""
+    """Fewer than 1 % of many mistakes of clients that replicas agree about are asked twice, however many kinds there are."""
     replicas, draw, checked = [Refusals() for _ in range(4)], Random(1), 0
     for _ in range(20_000):
         first, second = draw.sample(replicas, 2)
@@ -364,8 +364,8 @@ def test_how_many_refusals_are_checked() -> None:
 
 
 def test_refusals_that_are_the_replicas(loop: Loop) -> None:
-    """What a replica refuses and another one serves is served: always while its kind of refusal is new or was wrong lately. A
-    prompt that is too long for one is asked of a longer one, as often as it comes."""
+    """A request that one replica refuses and another one serves is served: always while its kind of refusal is new or was wrong
+    lately. A prompt that is too long for one is asked of a longer one, as often as it comes."""
     odd, good = Scripted(loop), Scripted(loop)
     good.longest = 1000
     for behaviour in ("picky 401", "picky 404", "picky 404 prefix_not_found", "picky 400 context_length_exceeded"):

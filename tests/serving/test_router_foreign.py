@@ -104,7 +104,7 @@ class Scorer(ScriptedReplica):
 
 
 class Native(Speaker):
-    """One whose paths show that it speaks all dialects, as vLLM's do: another method is refused."""
+    """A replica whose paths show that it speaks all dialects, as vLLM's do: another method is refused."""
 
     def routes(self) -> list[web.RouteDef]:
         paths = ("/v1/responses", "/v1/messages")
@@ -228,7 +228,7 @@ def test_replicas_that_speak_a_dialect_get_it(loop: Loop) -> None:
 
 
 def test_fields_that_a_router_refuses(loop: Loop, shared: SharedServers) -> None:
-    """With `--unknown-fields refuse` a router refuses a field that has no effect in front of Foreword's servers, whatever these
+    """A router with `--unknown-fields refuse` refuses a field that has no effect in front of Foreword's servers, whatever these
     are told. What another engine may understand is passed on to it."""
     chat = {"messages": [{"role": "user", "content": "Look."}], "max_tokens": 2}
     bodies = {"/v1/chat/completions": chat, "/v1/messages": chat, "/v1/responses": {"input": "Look."}}
@@ -310,7 +310,8 @@ def test_tokens_without_text_are_charged(loop: Loop, tmp_path: Path, path: str) 
 
 
 def test_a_request_at_which_a_replica_fails(loop: Loop) -> None:
-    """What one request does to a replica counts once: the replica serves others as before, and the client gets its error."""
+    """A failure that one request causes at a replica counts once: the replica serves others as before, and the client gets its
+    error."""
     streamer = Streamer(loop)
     router = RouterThread("--replica", streamer.url).wait_for(1)
     try:
@@ -546,7 +547,7 @@ def test_what_only_forewords_servers_have(loop: Loop) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_odd_bodies(dialect: DialectName) -> None:
-    """What is wrong in one field is left out, also numbers without bounds. What no server can read is refused."""
+    """A fault in one field is left out, also numbers without bounds. What no server can read is refused."""
     said = {"role": "user", "content": [{"type": "text", "text": "x"}, SHOWN]}
     body: dict[str, Any] = {"max_tokens": 9, "prompt": "x", "input": [said], "messages": [said]}
     odd = {"tools": 5, "tool_choice": [], "temperature": "hot", "stop": {}, "stop_sequences": 1, "logit_bias": "x"}

@@ -1,4 +1,5 @@
-"""One request fails alone at the router: what raises for one of two requests ends that one, and the other never notices."""
+"""Failures that cost one request at the router: what raises for one of two requests ends that one, and the other never
+notices."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ CALLEES: list[tuple[type, str]] = [
 
 
 class Planted(Exception):
-    """Of a kind that no code expects."""
+    """An error of a kind that no code expects."""
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def test_streams(router: RouterThread, replica: RawReplica, name: str) -> None:
     ids=["compressed", "a control character"],
 )
 def test_whole_answers(router: RouterThread, replica: RawReplica, data: bytes) -> None:
-    """They arrive, without what the client was not promised."""
+    """Whole answers of odd replicas arrive, without what the client was not promised."""
     replica.answer = lambda _: data
     answer = ask(router)
     assert answer.json()["choices"][0]["message"]["content"] == "one two"
@@ -164,8 +164,8 @@ def test_a_connection_that_closes_instead_of_tokenizing(router: RouterThread, re
 
 @pytest.mark.parametrize("error", _TOO_LONG.values(), ids=_TOO_LONG)
 def test_a_prompt_that_is_too_long_for_some(loop: Loop, error: dict[str, Any]) -> None:
-    """What one replica refuses as too long is sent to the one that takes the longest prompts, and to no other. No replica is
-    blamed, and a refusal of the longest one is believed."""
+    """A prompt that one replica refuses as too long is sent to the one that takes the longest prompts, and to no other. No
+    replica is blamed, and a refusal of the longest one is believed."""
     refusal = http(json.dumps({"error": error}).encode(), status="400 Bad Request")
     short = [RawReplica(loop, length, lambda _: refusal) for length in (1000, 2000, 3000)]
     longest = RawReplica(loop, 4000)
@@ -203,8 +203,8 @@ _BEGUN = {
 
 @pytest.mark.parametrize("path", _BEGUN)
 def test_a_client_that_leaves(loop: Loop, tmp_path: Path, path: str) -> None:
-    """What was seen of an answer counts, also where the router does not know its tokens: of several choices, and of a format
-    that it passes on."""
+    """Tokens that a client has seen of an answer count when it leaves, also where the router does not know them: of several
+    choices, and of a format that it passes on."""
     whole, ledger = b"".join(_BEGUN[path]), tmp_path / "usage.jsonl"
     replica = RawReplica(loop, answer=lambda _: http(whole + b" " * 999, EVENTS)[:-999])
     router = RouterThread("--replica", replica.url, "--usage-ledger", str(ledger)).wait_for(1)

@@ -127,7 +127,7 @@ def test_prefixes_are_kept_in_a_file(loop: Loop, tmp_path: Path) -> None:
 
 
 def test_prefixes_before_prompts_are_charged(loop: Loop) -> None:
-    """What replicas compute for a named prefix counts against its tenant's quota, when they have computed it."""
+    """Tokens that replicas compute for a named prefix count against its tenant's quota, when they have computed it."""
     with routed(ChatReplica(loop), flags=("--quota", "a tokens=1", "--quota", "b tokens=1000")) as router:
         assert call(router, "POST", "/v1/prefixes", body={"name": "rules", "content": "Be brief."}).status_code == 201
         until(lambda: call(router, "POST", "/v1/prefixes", body={"name": "x", "content": "y"}).status_code == 429)

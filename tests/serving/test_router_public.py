@@ -49,8 +49,8 @@ def known(router: RouterProcess) -> int:
 
 
 def test_requests_of_every_tenant_go_where_it_is(router: RouterProcess, servers: list[ControlledProcess]) -> None:
-    """One server has a public text. Requests of all tenants that begin with it go there and find it cached; the router expects
-    what they find, also of what a tenant's own turn has left behind it."""
+    """Requests of all tenants that begin with a public text go to the one server that has it and find it cached; the router
+    expects what they find, also of what a tenant's own turn has left behind it."""
     for number, process in enumerate(servers):
         content, path = words(f"law{number}", 80), f"{process.url()}/v1/public/prefixes/law{number}"
         before = known(router)

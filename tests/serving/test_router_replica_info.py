@@ -1,4 +1,4 @@
-"""What the router learns about a replica before it sends requests there."""
+"""Facts that the router learns about a replica before it sends requests there."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_the_same_response(router: RouterProcess, scissors: Scissors, shared: Sh
 def test_the_same_response_wherever_the_stream_breaks(
     router: RouterProcess, scissors: Scissors, shared: SharedServers, name: str
 ) -> None:
-    """The same for every kind of request, broken at many places, once or twice."""
+    """A response is the same for every kind of request wherever its stream breaks, at many places, once or twice."""
     check(
         router, scissors, shared, name, lambda count: {at: 2 * (at % 2) for at in {2, 3, 4, 5, *range(7, count - 1, 6)}}
     )
@@ -157,7 +157,7 @@ def test_several_choices(router: RouterProcess, scissors: Scissors, shared: Shar
 def test_several_choices_wherever_the_stream_breaks(
     router: RouterProcess, scissors: Scissors, shared: SharedServers, name: str
 ) -> None:
-    """The same for breaks behind each event, every second time twice."""
+    """A response of several choices is the same for breaks behind each event, every second time twice."""
     check_several(router, scissors, shared, name, lambda count: [*range(count)])
 
 

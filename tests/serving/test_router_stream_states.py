@@ -49,7 +49,7 @@ def reached() -> dict[tuple[StreamState, StreamEvent], set[tuple[StreamAction, .
 
 
 def test_every_event_is_decided() -> None:
-    """Of all pairs of a state and an event, exactly those have a transition that can come; the others are unreachable."""
+    """A transition exists for exactly those pairs of a state and an event that can come; the others are unreachable."""
     pairs = reached()
     for state, event in product(StreamState, StreamEvent):
         assert ((state, event) in TABLE) == ((state, event) in pairs), (state, event)

@@ -111,7 +111,7 @@ def test_the_cache_is_bounded() -> None:
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
 def test_responses_continue_behind_whole_characters(kind: str) -> None:
-    """Of a broken stream's tokens, as many are sent as a prompt as end in a whole character: a vLLM server repeats a prompt
+    """Tokens of a broken stream are sent as a prompt as far as they end in a whole character: a vLLM server repeats a prompt
     that ends in a broken one."""
     tokens, chance = Foreword(VOCABULARIES[kind]()), random.Random(11)
     shortened = 0

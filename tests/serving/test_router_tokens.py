@@ -142,7 +142,7 @@ def used(dialect: DialectName, usage: dict[str, Any]) -> int:
 
 @pytest.mark.extended
 def test_equal_usage(router: RouterThread) -> None:
-    """The same through sockets: the tokens of a placement are those of the replica's usage."""
+    """Tokens of a placement are those of the replica's usage, through sockets too."""
     compared = 0
     for seed in range(60):
         dialect, body = conversations.request(seed)

@@ -311,7 +311,7 @@ def prompt_of(path: str, content: str) -> dict[str, Any]:
 
 
 def whole_text(answer: httpx.Response) -> str:
-    """Of an answer that is streamed or is not."""
+    """The whole text of an answer that is streamed or is not."""
     if not answer.headers["content-type"].startswith("text/event-stream"):
         choice = answer.json()["choices"][0]
         return str(choice["text"] if "text" in choice else choice["message"]["content"])

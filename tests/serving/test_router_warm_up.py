@@ -80,8 +80,8 @@ def test_an_erased_tenants_prompts_are_not_prefetched(loop: Loop) -> None:
 
 
 def test_a_joining_replica_prefetches_what_prompts_share(loop: Loop) -> None:
-    """It is asked for the full blocks that several prompts of one tenant begin with, with that tenant's salt, gets no request
-    before it has answered, and what only one prompt has is not asked for."""
+    """A joining replica is asked for the full blocks that several prompts of one tenant begin with, with that tenant's salt,
+    gets no request before it has answered, and what only one prompt has is not asked for."""
     old, new = [ChatReplica(loop), ChatReplica(loop)], JoiningReplica(loop)
     process = RouterThread(*[part for one in old for part in ("--replica", one.url)], *KEYS, *OPERATOR)
     try:

@@ -50,7 +50,7 @@ def ask(router: RouterThread, **more: Any) -> httpx.Response:
 
 
 def heard(answer: httpx.Response) -> tuple[str, str]:
-    """What a client got: the text, and the message of the error that ended it."""
+    """Reads what a client got: the text, and the message of the error that ended it."""
     assert answer.status_code == 200, answer.text
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     chunks = [json.loads(one) for one in events if one.startswith("{")]
@@ -65,7 +65,7 @@ def said_by(weights: str, words: int = NUM_WORDS) -> str:
 
 
 def broken(router: RouterThread, replica: Speaker, after: int = 3) -> tuple[str, str]:
-    """What the client hears of the first stream that this replica begins, and breaks after some words."""
+    """Breaks the first stream that this replica begins after some words, and returns what the client hears."""
     replica.cut_after = after
     while True:
         found = heard(ask(router))
@@ -168,7 +168,7 @@ def test_a_server_that_publishes_its_fingerprint_late(loop: Loop) -> None:
 
 @pytest.mark.extended
 def test_a_replica_that_comes_back_with_other_weights(loop: Loop) -> None:
-    """What a replica serves is read again when it was away, and when its metrics are those of another process."""
+    """Facts of a replica are read again when it was away, and when its metrics are those of another process."""
     first, second = Speaker(loop, A), Speaker(loop, A)
     with routed(first, second) as router:
         second.restart(B)

@@ -71,7 +71,7 @@ def prompts() -> list[str]:
 
 
 def answers_of(process: ControlledProcess) -> list[str]:
-    """What a server answers alone."""
+    """Asks one server all prompts, and returns its answers."""
 
     def answer(prompt: str) -> str:
         found = http_client.post(f"{process.url()}/v1/completions", json={"prompt": prompt, **BODY}).raise_for_status()
@@ -116,7 +116,8 @@ def served_by_all(router: RouterProcess, urls: set[str]) -> None:
 
 
 def counted(found: list[tuple[str, str]], right: list[str], other: list[str]) -> Counter[str]:
-    """Of which weights the streams are. One that ended with an error is of those whose answer begins like it."""
+    """Counts the streams by the weights that they are of. One that ended with an error is of those whose answer begins like
+    it."""
     counts: Counter[str] = Counter()
     for (text, error), one, two in zip(found, right, other, strict=True):
         kind = "right" if one.startswith(text) else "other" if two.startswith(text) else "SPLICED"

@@ -7,8 +7,11 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,7 +78,7 @@ def routed(replicas: list[RememberingReplica], *flags: str, workers: int = 2) ->
 
 
 def ask(router: RouterProcess, messages: list[Any], key: str = "none") -> httpx.Response:
-    """One request on a connection of its own, which any worker may take."""
+    """Asks on a connection of its own, which any worker may take."""
     body = {"model": "m", "messages": messages, "max_tokens": 1}
     with httpx.Client(timeout=60) as client:
         return client.post(router.url + CHAT, json=body, headers={"authorization": f"Bearer {key}"})
@@ -157,11 +160,196 @@ def test_an_operators_change_reaches_all(loop: Loop) -> None:
         assert router.text.count(f"replica {one.url} removed") == 2
 
 
-def test_a_signal_drains_all(loop: Loop) -> None:
-    """A signal to the first process ends all workers, each after its requests, and the exit status is 0."""
-    with routed([RememberingReplica(loop)]) as router:
-        os.kill(router.popen.pid, signal.SIGTERM)
+def children(router: RouterProcess) -> list[int]:
+    """The workers' processes."""
+    pid = router.popen.pid
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class GatedReplica(RememberingReplica):
+    """Holds requests that say so until `gate` is opened."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop, self.gate = loop, loop.call(asyncio.Event)
+        self.held = 0
+        super().__init__(loop)
+
+    def open(self) -> None:
+        self.loop.call(self.gate.set)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        if b"HOLD" in await request.read():
+            self.held += 1
+            await self.gate.wait()
+        return await super()._chat(request)
+
+
+@contextmanager
+def held_requests(router: RouterProcess, replica: GatedReplica) -> Iterator[list[Future[httpx.Response]]]:
+    """Requests that run at the replica, four and more, until each worker has one."""
+    with ThreadPoolExecutor(64) as pool:
+        try:
+            running: list[Future[httpx.Response]] = []
+            while len(running) < 4 or len(set(re.findall(r"(worker \d): held", held_by(router)))) < len(
+                children(router)
+            ):
+                assert len(running) < 60
+                running.append(pool.submit(ask, router, [{"role": "user", "content": "HOLD"}]))
+                until(lambda: replica.held == len(running))
+            yield running
+        finally:
+            replica.open()
+
+
+def held_by(router: RouterProcess) -> str:
+    """Workers that have a request at a replica: those with more connections to clients than they listen with."""
+    found = []
+    for number, child in enumerate(children(router)):
+        links = [os.readlink(one) for one in Path(f"/proc/{child}/fd").iterdir() if one.is_symlink()]
+        sockets = {one[8:-1] for one in links if one.startswith("socket:[")}
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        port = f":{int(router.url.rsplit(':', 1)[1]):04X}"
+        if any(row[1].endswith(port) and row[3] == "01" and row[9] in sockets for row in rows):
+            found.append(f"worker {number}: held")
+    return "\n".join(found)
+
+
+def statuses(running: list[Future[httpx.Response]]) -> set[object]:
+    return {one.exception(60) or one.result().status_code for one in running}
+
+
+@pytest.mark.parametrize("whom", ["supervisor", "group"])
+def test_a_signal_drains_all(loop: Loop, whom: str) -> None:
+    """A signal to the first process, or as of a terminal to all processes at once, ends all workers, each after its requests,
+    and the exit status is 0."""
+    replica = GatedReplica(loop)
+    with routed([replica]) as router, held_requests(router, replica) as running:
+        workers = children(router)
+        for process in (*(workers if whom == "group" else ()), router.popen.pid):
+            os.kill(process, signal.SIGTERM)
+        # The workers that were signalled first have the supervisor's signal, too, before requests end.
+        until(lambda: router.text.count("shutting down") == 2)
+        replica.open()
+        assert statuses(running) == {200}
         assert router.end() == 0 and router.text.count("stopped") == 2
+
+
+def test_a_second_signal_ends_all_at_once(loop: Loop) -> None:
+    """Requests that run are not waited for, and the status names the signal."""
+    replica = GatedReplica(loop)
+    with routed([replica]) as router, held_requests(router, replica) as running:
+        os.kill(router.popen.pid, signal.SIGTERM)
+        until(lambda: router.text.count("shutting down") == 2)
+        os.kill(router.popen.pid, signal.SIGINT)
+        assert router.end() == 128 + signal.SIGINT
+        assert all(isinstance(one.exception(60), httpx.HTTPError) for one in running)
+
+
+def test_workers_end_with_their_supervisor(loop: Loop) -> None:
+    """When the supervisor is killed, each worker ends after its requests, and the folder of their sockets is removed."""
+    replica = GatedReplica(loop)
+    with routed([replica]) as router, held_requests(router, replica) as running:
+        workers = children(router)
+        folders = {path_of(process) for process in workers}
+        os.kill(router.popen.pid, signal.SIGKILL)
+        until(lambda: router.text.count("shutting down") == 2)
+        replica.open()
+        assert statuses(running) == {200}
+        until(lambda: router.text.count("stopped") == 2)
+        assert not [one for one in folders if one.exists()]
+
+
+def path_of(process: int) -> Path:
+    """The folder of a worker's sockets."""
+    owned = {os.readlink(one)[8:-1] for one in Path(f"/proc/{process}/fd").iterdir() if one.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return next(
+        Path(row[7]).parent for row in rows if len(row) > 7 and row[6] in owned and "foreword-workers-" in row[7]
+    )
+
+
+def test_a_worker_that_ends_alone_leaves_the_port_to_the_others(loop: Loop) -> None:
+    """While one worker waits for its requests, new ones are answered by the others: none with 503. A connection between two
+    requests is closed, so that its client connects anew. Two signals to it are as one."""
+    replica = GatedReplica(loop)
+
+    def ask_twice() -> set[int]:
+        with router.http() as client:
+            said = [
+                {"model": "m", "messages": [{"role": "user", "content": one}], "max_tokens": 1}
+                for one in ("HOLD", "next")
+            ]
+            return {client.post(CHAT, json=one).status_code for one in said}
+
+    with routed([replica]) as router, held_requests(router, replica) as running, ThreadPoolExecutor(8) as pool:
+        before = replica.held
+        kept = [pool.submit(ask_twice) for _ in range(8)]
+        until(lambda: replica.held == before + 8)
+        ending = children(router)[0]
+        os.kill(ending, signal.SIGTERM)
+        os.kill(ending, signal.SIGTERM)
+        found = Counter(ask(router, [{"role": "user", "content": f"question {n}"}]).status_code for n in range(20))
+        until(lambda: "shutting down" in router.text)
+        found += Counter(ask(router, [{"role": "user", "content": f"question {n}"}]).status_code for n in range(20))
+        assert found == {200: 40} and ending in children(router)
+        replica.open()
+        assert statuses(running) == {200}
+        assert [one.result(60) for one in kept] == [{200}] * 8
+        until(lambda: router.metric("foreword:router_worker_restarts_total", reason="status") == 1)
+
+
+def test_settings_that_cannot_work_end_the_router(loop: Loop) -> None:
+    """A fault that a worker finds before it serves is one line and status 2, as of one process: it is not tried again."""
+    flags = ("--usage-ledger", "/nonexistent/folder/ledger")
+    router = RouterProcess("--replica", "http://127.0.0.1:9", "--workers", "3", *flags)
+    try:
+        assert router.end(60) == 2
+        assert "another one is started" not in router.text
+        assert "/nonexistent/folder" in router.text.splitlines()[-1] or "/nonexistent/folder" in router.text
+    finally:
+        router.kill()
+
+
+def test_a_worker_that_hangs_is_replaced() -> None:
+    """A worker that has said that it runs, and then says nothing, is killed, and another one is started; one that waits before
+    it says so is left alone."""
+    script = """
+import os, signal, sys, time
+from foreword.router_extras.workers.supervisor import Supervisor
+def serve(seat):
+    memory = seat.memory
+    if seat.number or sum(memory.restarts().values()):
+        os.kill(os.getppid(), signal.SIGTERM) if not seat.number else signal.pause()
+        return 0
+    memory.beat()
+    signal.pause()
+sys.exit(Supervisor(2, serve, hung_seconds=1.0).run())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stderr.count("worker 0 hangs") == 1 and "worker 1" not in done.stderr
+
+
+def test_a_fork_that_fails_is_tried_again() -> None:
+    """The supervisor lives on, with the other workers, and forks again later."""
+    script = """
+import os, signal, sys
+from foreword.router_extras.workers.supervisor import Supervisor
+real, failures = os.fork, [1]
+def fork():
+    if failures:
+        failures.pop()
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return real()
+os.fork = fork
+def serve(seat):
+    if seat.number:
+        signal.pause()
+    os.kill(os.getppid(), signal.SIGTERM)
+    return 0
+sys.exit(Supervisor(2, serve).run())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "worker 0 could not be started" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("flags", [("--picker", "127.0.0.1:0"), ("--prefix-file", "/tmp/prefixes.json")])

@@ -1,4 +1,4 @@
-"""What a server and a router say while they run: none of the keys, secrets and passwords that they were given."""
+"""Keys, secrets and passwords that a server and a router were given: neither says any of them while it runs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def running(log: Path, url: str, *words: str) -> Iterator[Command]:
 
 
 def answers_of(url: str) -> str:
-    """What `url` answers to several callers, right and wrong ones."""
+    """Answers of `url` to several callers, right and wrong ones."""
     found = []
     for caller in CALLERS:
         headers = {"authorization": f"Bearer {caller}", "x-foreword-salt": "00"}

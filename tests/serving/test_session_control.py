@@ -90,7 +90,7 @@ def test_a_session_that_ends_while_a_request_runs(client: httpx.Client) -> None:
 
 
 def test_a_named_prefix_outlives_the_session(client: httpx.Client) -> None:
-    """What a named prefix or a retention keeps stays when the session that used it ends."""
+    """Blocks that a named prefix or a retention keeps stay when the session that used them ends."""
     text = words("kept beyond a session", 60)
     tell(client, "open", "kept")
     cached(client, text, "kept")
@@ -190,8 +190,8 @@ def stores(folder: Path, hold: str = "") -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_end_of_a_session_in_every_tier(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
-    """What only an ended session has used is gone from device, memory and disk when the answer comes. What a named prefix
-    needs is still in all of them, and found after a restart."""
+    """Blocks that only an ended session has used are gone from device, memory and disk when the answer comes. What a named
+    prefix needs is still in all of them, and found after a restart."""
     server = start(*stores(tmp_path))
     kept, own = words("a prefix with a name", 80), words("of the session", 120)
     with httpx.Client(base_url=server.wait_ready(), timeout=120) as client:
@@ -211,8 +211,8 @@ def test_the_end_of_a_session_in_every_tier(start: Callable[..., ServerProcess],
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_server_that_is_killed_while_writes_wait(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
-    """With `hold=` a killed server has lost what waited, and nothing else: the next one gives the same answers, computed
-    again. One that is stopped writes it, but for what ended sessions had."""
+    """A killed server with `hold=` has lost what waited, and nothing else: the next one gives the same answers, computed again.
+    One that is stopped writes it, but for what ended sessions had."""
     text, dead = words("held back", 120), words("ended", 120)
     server = start(*stores(tmp_path, "&hold=32MiB"))
     with httpx.Client(base_url=server.wait_ready(), timeout=120) as client:

@@ -53,7 +53,7 @@ def store(folder: Path) -> list[str]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """What `foreword ARGUMENTS` does, in this process."""
+    """Runs `foreword ARGUMENTS` in this process."""
     out, err = io.StringIO(), io.StringIO()
     with patch.object(sys, "argv", ["foreword", *arguments]), redirect_stdout(out), redirect_stderr(err):
         try:

@@ -70,7 +70,7 @@ def test_tenants_have_their_own_prefixes(shared: SharedServers) -> None:
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Basic alice3-secret", "Bearer alice3-secre", "Bearer é"])
 def test_wrong_keys(shared: SharedServers, header: str | None) -> None:
-    """What is no key that the server knows is a 401, however it is written; test_fronts.py has all routes. Probes need none."""
+    """A key that the server does not know is a 401, however it is written; test_fronts.py has all routes. Probes need none."""
     headers = [] if header is None else [(b"authorization", header.encode())]
     with httpx.Client(base_url=shared.keyed.url, headers=headers, timeout=60) as client:
         answer = client.get("/v1/models")

@@ -66,8 +66,8 @@ def answering(status: int, body: bytes, *, endless: bool = False) -> Iterator[st
 
 
 def test_a_server_behind_a_router(tmp_path: Path) -> None:
-    """Of a server with a disk store and of the router in front of it: the kinds, the cached share, the tier and the replica are
-    shown, as tables too, and nothing is wrong. Once the server is killed, that is the first problem, and the status is 1."""
+    """A server with a disk store and the router in front of it are shown: the kinds, the cached share, the tier and the
+    replica, as tables too, and nothing is wrong. Once the server is killed, that is the first problem, and the status is 1."""
     server = ServerProcess("--store", f"disk://{tmp_path}/kv?size=64MiB")
     router = None
     try:
@@ -113,7 +113,7 @@ def test_a_server_behind_a_router(tmp_path: Path) -> None:
     ],
 )
 def test_strangers(status: int, body: bytes, endless: bool, said: str) -> None:
-    """What is no server that it knows is named in one sentence, and nothing of it is shown."""
+    """A server that it does not know is named in one sentence, and nothing of it is shown."""
     with answering(status, body, endless=endless) as url:
         code, view = shown(url)
     assert code == 1 and len(view["problems"]) == 1 and said in view["problems"][0]

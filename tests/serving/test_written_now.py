@@ -90,7 +90,7 @@ def test_pieces_in_their_order(version: str, at_once: bool, seed: int) -> None:
 
 
 def test_a_client_that_does_not_read() -> None:
-    """What is sent at once to a client that reads nothing is bounded: then the writer waits, until the client has gone."""
+    """Data that is sent at once to a client that reads nothing is bounded: then the writer waits, until the client has gone."""
     sent = 0
 
     async def write(out: ByteStream) -> None:

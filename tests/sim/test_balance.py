@@ -91,8 +91,8 @@ SLOW = pytest.mark.slow
 )
 @pytest.mark.extended
 def test_sessions_are_spread_whatever_they_share(system: int, within: float) -> None:
-    """Of twelve sessions that start together or one after the other, each of three replicas gets some, although one replica
-    was the first to have their system prompt."""
+    """Each of three replicas gets some of twelve sessions that start together or one after the other, although one replica was
+    the first to have their system prompt."""
     for seed in SEEDS:
         trace, spec = agents(seed, system=system, within=within)
         found = homes(simulate(trace, spec, "cost", COSTS))
@@ -113,7 +113,8 @@ def test_agent_sessions_have_half_the_ttft_of_round_robin() -> None:
 
 @SLOW
 def test_questions_after_system_prompts_have_half_the_ttft_of_round_robin() -> None:
-    """The same for short questions after 32 system prompts, of which each replica can cache five."""
+    """Short questions after 32 system prompts, of which each replica can cache five, have half the time to first token of round
+    robin."""
     ratios = []
     for seed in SEEDS:
         trace, spec = system_prompts(seed)
@@ -125,7 +126,7 @@ def test_questions_after_system_prompts_have_half_the_ttft_of_round_robin() -> N
 
 @pytest.mark.slow
 def test_few_requests_leave_their_session() -> None:
-    """With enough memory, at most 2 % of the requests go to another replica than the previous request of their session."""
+    """At most 2 % of the requests go to another replica than the previous request of their session, with enough memory."""
     for seed in SEEDS:
         trace, spec = agents(seed)
         assert simulate(trace, spec, "cost", COSTS).moved <= 0.02 * len(trace)

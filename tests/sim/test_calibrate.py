@@ -18,7 +18,7 @@ from foreword.sim.costs import read_profile
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.booleans(), st.booleans())
 def test_the_fit_finds_what_steps_cost(seed: int, with_attention: bool, with_context: bool) -> None:
-    """With 1 % noise, the cost of a token is right within 10 %, that of every step within 5 %, and none is negative."""
+    """The fitted cost of a token is right within 10 % with 1 % noise, that of every step within 5 %, and none is negative."""
     rng = random.Random(seed)
     base, token, each = 0.005, 1e-4, 5e-4
     attention, context = (2e-8 if with_attention else 0.0), (1e-7 if with_context else 0.0)
@@ -38,7 +38,7 @@ def test_the_fit_finds_what_steps_cost(seed: int, with_attention: bool, with_con
 
 
 def test_noise_does_not_make_costs_lower() -> None:
-    """With steps that take from half to twice their time, the fitted costs of all steps together are the measured ones."""
+    """The fitted costs of all steps together are the measured ones, with steps that take from half to twice their time."""
     rng = random.Random(1)
     sizes = [rng.randrange(1, 512) for _ in range(400)]
     times = [

@@ -1,4 +1,4 @@
-"""What another order of prompts would give each client of a recording."""
+"""Other orders of prompts: what one would give each client of a recording."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_the_smallest_fleet_for_a_service_level(
 def test_a_sample_is_of_the_whole_fleet(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path
 ) -> None:
-    """With `--sample 2` the numbers of replicas, also those that `--slo` finds, are those of the whole fleet."""
+    """Numbers of replicas with `--sample 2`, also those that `--slo` finds, are those of the whole fleet."""
     assert run(monkeypatch, str(trace), "--sample", "2", "--replicas", "4,8", "--json") == 0
     answer = json.loads(capsys.readouterr().out)
     assert [one["spec"]["replicas"] for one in answer["simulations"]] == [2, 4]

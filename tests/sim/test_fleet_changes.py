@@ -56,7 +56,7 @@ def test_a_request_without_a_token_starts_from_the_beginning() -> None:
 
 
 def test_tokens_that_the_next_replica_loads_are_not_recomputed() -> None:
-    """With a shared store, the next replica loads the full blocks that the failed one had saved."""
+    """The next replica loads from a shared store the full blocks that the failed one had saved."""
     spec = replace(TWO, shared_tokens=64 * 100)
     outcome = run([request(0.0, list(range(10)), 40)], "0.695s fail r0", spec=spec).outcomes[0]
     assert outcome.recomputed == 5

@@ -116,7 +116,7 @@ def test_a_full_tier_evicts_old_chains_from_their_end() -> None:
 
 
 def test_the_router_knows_what_replicas_hold() -> None:
-    """With events, the expected hit rate is the actual one, except for changes while requests wait."""
+    """The expected hit rate is the actual one with events, except for changes while requests wait."""
     result = simulate(random_trace(1, 300), FleetSpec(replicas=3, device_tokens=64 * 200, block_size=64), costs=COSTS)
     numbers = summarize(result)
     assert numbers.hit_share > 0.3
@@ -145,7 +145,7 @@ def test_without_events_the_router_estimates() -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(sorted(POLICIES)), st.integers(1, 3), st.booleans())
 def test_every_request_ends_and_runs_are_repeatable(seed: int, policy: str, replicas: int, stores: bool) -> None:
-    """With any policy and memory, all requests end, and simulating the same trace again gives the same result."""
+    """All requests end with any policy and memory, and simulating the same trace again gives the same result."""
     spec = FleetSpec(
         replicas=replicas,
         device_tokens=64 * 40,

@@ -29,7 +29,7 @@ def request(arrival: float, first: int, tenant: str = "", priority: int = 0, out
 
 
 def test_tenants_share_no_blocks() -> None:
-    """The same prompt is a hit only for the tenant that sent it before."""
+    """A prompt is a hit only for the tenant that sent it before."""
     trace = [request(10.0 * i, 0, tenant) for i, tenant in enumerate(("a", "b", "a", ""))]
     assert [one.cached_tokens for one in simulate(trace, ONE, costs=COSTS).outcomes] == [0, 0, 511, 0]
 

@@ -92,7 +92,7 @@ class Server:
         return self.seen()
 
     def seen(self) -> object:
-        """What this server knows, and what is in the store."""
+        """The state that this server sees, and the content of the store."""
         present = {
             (tenant, number): self.disk.present(names_of(chain(tenant, number)), deadline=soon())
             for tenant in range(TENANTS)
@@ -138,7 +138,7 @@ def operations(count: int, seed: int) -> list[tuple[int, str, int, int]]:
 
 
 def outcomes(folder: Path, given: Sequence[tuple[int, str, int, int]], skew: float) -> list[bytes]:
-    """What each operation answered. The last server has the wrong clock."""
+    """Runs the operations, and returns the answer of each. The last server has the wrong clock."""
     pipes, children = [], []
     for number in range(SERVERS):
         ours, theirs = Pipe()

@@ -144,7 +144,7 @@ class Row:
 
 
 class Instance:
-    """What one engine has: tiers that may be made to fail, a write queue, and its erasures."""
+    """An engine's parts: tiers that may be made to fail, a write queue, and its erasures."""
 
     def __init__(self, stores: Sequence[Store], locations: Sequence[str], seed: int, keys: DataKeys | None) -> None:
         self.flaky = [FlakyStore(one, seed=seed + number) for number, one in enumerate(stores)]
@@ -404,7 +404,7 @@ class Campaign:
     # What is there
 
     def _there(self, salt: Salt, outage: bool = False) -> list[str]:
-        """What places have of a tenant. During an outage, those that would not answer are not asked."""
+        """Blocks that places have of a tenant. During an outage, those that would not answer are not asked."""
         digits = salt.prefix.hex()
         found: list[str] = []
         for place, store in zip(self.places, self.inner, strict=True):

@@ -129,7 +129,7 @@ class Place(Protocol):
 
 
 class Base:
-    """What most places have in common."""
+    """A place with what most of them have in common."""
 
     mutations: Sequence[str] = tuple(MUTATIONS)
     special: Sequence[str] = ()
@@ -544,7 +544,8 @@ class Campaign:
         self.row.notes[f"not healed: {kind}"] += self.row.not_healed - left
 
     def _count_deleted(self, sound: Sequence[Frame], kind: str) -> None:
-        """What was not damaged must still be in the tier. After an outage a place may need a while until it answers again."""
+        """Counts the blocks that the tier has deleted, of which none may be sound. After an outage a place may need a while
+        until it answers again."""
         if isinstance(self.place, PeerPlace):
             return  # nothing is deleted there
         if isinstance(self.place, IndexPlace):

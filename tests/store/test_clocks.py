@@ -60,7 +60,7 @@ def kept(store: DiskStore, tenant: int, chains: int) -> int:
 @pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("when", ["before", "while others evict", "evicts"])
 def test_wall_clocks_move_no_shares(skew: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which tenant's blocks are evicted is as with right clocks: whether the clock was wrong when others used the store, is
+    """Evictions take the tenant's blocks that right clocks would: whether the clock was wrong when others used the store, is
     wrong in a process that uses it now, or in the process that evicts."""
     found = []
     for wall in (0.0, SKEWS[skew]):
@@ -200,8 +200,8 @@ def test_wall_clocks_end_no_quarantine(skew: str, tmp_path: Path, monkeypatch: p
 
 
 def test_a_router_whose_clock_goes_back() -> None:
-    """What is registered behind an erasure of the tenant is registered, and what was being registered before it is not,
-    whatever the clock did meanwhile."""
+    """A prefix that is registered behind an erasure of the tenant is registered, and one that was being registered before it is
+    not, whatever the clock did meanwhile."""
     registry = PrefixRegistry()
     new = NewPrefix(name="rules", content="Answer briefly.")
     with pytest.MonkeyPatch.context() as patch, shifted(patch, wall=HOUR):
@@ -229,8 +229,8 @@ def die_in_a_record(store: DiskStore) -> None:
 
 @pytest.mark.parametrize("work", [write_record, write_block, die_in_a_record])
 def test_killed_writers_leave_no_files(work: Callable[[DiskStore], None], tmp_path: Path) -> None:
-    """What killed processes leave in a folder is removed when it is opened the next time: their liveness locks, and the records
-    that they had begun. What a living process needs stays."""
+    """Files that killed processes leave in a folder are removed when it is opened the next time: their liveness locks, and the
+    records that they had begun. What a living process needs stays."""
 
     def child() -> None:
         work(DiskStore(tmp_path, 1 << 20))

@@ -165,7 +165,7 @@ def test_lossy_codecs_keep_non_finite_numbers(block: tuple[Layout, bytes]):
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, "largest"])
 def test_one_non_finite_number_keeps_the_block_exact(name: str, bad: float | str, dtype: str):
-    """One NaN, infinity or maximum among keys or values, and the block comes back bit for bit."""
+    """A block with one NaN, infinity or maximum among keys or values comes back bit for bit."""
     layout = replace(SMALL, dtype=dtype)
     numbers = np.random.default_rng(1).normal(size=layout.block_bytes // layout.item_bytes)
     largest = {"bfloat16": 3.3895e38, "float16": 65504.0, "float32": 3.4028e38}[dtype]

@@ -198,7 +198,7 @@ def test_an_index_locked_by_another_process(tmp_path: Path) -> None:
 
 
 def test_a_journal_for_network_file_systems(tmp_path: Path) -> None:
-    """With journal="delete" two stores share a folder without SQLite's shared memory."""
+    """Two stores with journal="delete" share a folder without SQLite's shared memory."""
     chain = make_frames(17, 4, 1000)
     first, second = (DiskStore(tmp_path, 1 << 20, journal="delete") for _ in range(2))
     first.put(chain[:2], deadline=soon())

@@ -339,7 +339,7 @@ def test_a_full_disk() -> None:
 
 
 def test_a_disk_that_becomes_full_in_a_large_batch() -> None:
-    """Of a batch that two threads write, a full disk keeps what it has room for, and the index knows exactly that."""
+    """A full disk keeps what it has room for of a batch that two threads write, and the index knows exactly that."""
     frames = make_frames(25, 12, 1 << 20)
     with small_disk("size=8m") as folder, closing(DiskStore(folder / "store", 1 << 30)) as store:
         kept = store.put(frames, deadline=soon())
@@ -453,7 +453,7 @@ def _read_only_for_a_while(folder: Path) -> None:
 
 
 def _logged_lines() -> list[str]:
-    """What the stores log from now on."""
+    """Lines that the stores log from now on."""
     lines: list[str] = []
 
     class Keep(logging.Handler):

@@ -134,7 +134,7 @@ def test_altered_bytes_are_damage(tmp_path: Path, stack: ExitStack) -> None:
 
 
 def test_equal_blocks_differ(tmp_path: Path, stack: ExitStack) -> None:
-    """The same block is never the same bytes twice, and tells nothing by its checksum."""
+    """A block is never the same bytes twice, and tells nothing by its checksum."""
     key = keys_in(stack, tmp_path).sealing(TENANT)
     assert key is not None
     first, second = (bytes(_encrypted(FRAMES[0], key).data) for _ in range(2))
@@ -433,7 +433,7 @@ def test_switching_on_and_rotating_a_fleet(tmp_path: Path, stack: ExitStack) -> 
 
 
 def test_plain_frames_are_verified(tmp_path: Path, stack: ExitStack) -> None:
-    """With `read_plain` damaged plain frames are damage, sound ones are read, and records too. Without it they are left for
+    """Damaged plain frames are damage with `read_plain`, sound ones are read, and records too. Without it they are left for
     other readers, and replaced when the block is put."""
     inner = MemoryStore(1 << 20)
     keys = keys_in(stack, tmp_path)

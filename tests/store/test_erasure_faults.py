@@ -72,7 +72,7 @@ def _nothing_queued(roots: Sequence[bytes]) -> AbstractContextManager[int]:
 
 
 def test_one_server_is_stopped(stack: ExitStack, tmp_path: Path) -> None:
-    """With a Redis that hangs, the disk loses blocks and records of the tenant; the receipt names Redis; a repetition once it
+    """The disk loses blocks and records of the tenant although a Redis hangs; the receipt names Redis; a repetition once it
     answers is complete."""
     server = RedisServer(tmp_path)
     stack.callback(server.kill)
@@ -106,7 +106,7 @@ def test_a_named_prefix_while_a_server_is_stopped(stack: ExitStack, tmp_path: Pa
 
 @pytest.mark.extended
 def test_one_node_of_a_cluster_is_stopped(stack: ExitStack, tmp_path: Path) -> None:
-    """Of a cluster with a stopped node, the other nodes are erased, and the receipt counts them and names the node."""
+    """The other nodes of a cluster with a stopped one are erased, and the receipt counts them and names the node."""
     cluster = RedisCluster(tmp_path)
     stack.callback(cluster.kill)
     redis = RedisStore(cluster.url)
@@ -170,7 +170,7 @@ def test_a_folder_of_records_cannot_be_read(stack: ExitStack, tmp_path: Path, mo
 
 
 def test_a_store_that_is_only_read(stack: ExitStack, tmp_path: Path) -> None:
-    """What may only be read is named as that, and is not tried again; the other tiers are erased."""
+    """A store that may only be read is named as that, and is not tried again; the other tiers are erased."""
     disk, memory = DiskStore(tmp_path, 8 << 20), MemoryStore(8 << 20)
     mine = of(ANN, 1)
     put_all(disk, mine)
@@ -200,8 +200,8 @@ def test_a_store_that_hangs(stack: ExitStack, tmp_path: Path) -> None:
 def test_a_file_system_that_takes_no_changes_for_a_while(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be deleted because a file system is read-only is deleted once it can be: that may change, unlike how a
-    process has opened a store."""
+    """Blocks that cannot be deleted because a file system is read-only are deleted once they can be: that may change, unlike
+    how a process has opened a store."""
     disk = DiskStore(tmp_path, 8 << 20)
     store, mine, theirs = filled(stack, disk)
     erasures = OpenErasures(store, _nothing_queued, pause=0.01)

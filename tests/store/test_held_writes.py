@@ -103,8 +103,8 @@ class _Slow(MemoryStore):
 
 
 def test_a_deletion_covers_what_is_being_written() -> None:
-    """What was being written from what was held back when it was erased is not there afterwards; an erasure that cannot wait
-    for the write says so. A close does not wait longer than it may."""
+    """Blocks that were being written from what was held back when they were erased are not there afterwards; an erasure that
+    cannot wait for the write says so. A close does not wait longer than it may."""
     slow, chain = _Slow(), make_frames(1, 3, SMALL_PAYLOAD)
     store = TieredStore([MemoryStore(1 << 20, label="memory"), slow], rules=[None, AdmissionRule(hold=1 << 20)])
     store.put(chain, deadline=soon())

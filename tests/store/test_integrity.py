@@ -50,7 +50,7 @@ def fetched(store: TieredStore, names: Sequence[bytes]) -> list[bool]:
 
 
 def test_planted_blocks_are_refused(plain: MemoryStore) -> None:
-    """Of 10,000 blocks planted under another tenant's names none is loaded: unsigned ones, signed ones of the attacker's own
+    """None of 10,000 blocks planted under another tenant's names is loaded: unsigned ones, signed ones of the attacker's own
     tenant under changed headers, signatures by another secret, and altered content."""
     victim = TieredStore([SealedStore(plain, ring(FIRST))])
     own = MemoryStore(size=1 << 20)
@@ -85,7 +85,8 @@ def test_planted_blocks_are_refused(plain: MemoryStore) -> None:
 
 
 def test_signed_blocks_are_loaded_and_heal(tmp_path: Path) -> None:
-    """What a server with the secret wrote is loaded by another one that has it; a planted block is replaced by the next put."""
+    """Blocks that a server with the secret wrote are loaded by another one that has it; a planted block is replaced by the next
+    put."""
     url = f"disk://{tmp_path}/store?size=16MiB"
     blocks = [block(BOB, number) for number in range(20)]
     names = [one.name for one in blocks]

@@ -126,7 +126,7 @@ def test_forget_in_a_later_generation(
 
 
 def test_a_tool_makes_no_key_store(tmp_path: Path, masters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mistyped key store nothing is called destroyed or erased, and nothing is written."""
+    """A mistyped key store makes the tool call nothing destroyed or erased, and nothing is written."""
     stored(tmp_path, frames_of("ann", 1), put=True)
     monkeypatch.setenv("FOREWORD_ENCRYPTION_KEY_STORE", str(tmp_path / "kyes"))
     for command in (

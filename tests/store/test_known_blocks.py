@@ -1,4 +1,4 @@
-"""What a disk store knows of its blocks without a call that may wait. It never takes a present block for absent."""
+"""Knowledge of a disk store about its blocks without a call that may wait. It never takes a present block for absent."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def undecided(store: DiskStore, frames: list[Frame]) -> bool:
 
 
 def test_a_store_alone_knows_everything(stack: ExitStack, tmp_path: Path) -> None:
-    """Of blocks that were there when it was opened, and of those that it stores, evicts and deletes, a store that has its
-    folder to itself knows whether they are there. It makes no call of the index or of the file system for that, except for one
-    read of a page."""
+    """A store that has its folder to itself knows whether blocks are there: those that were there when it was opened, and those
+    that it stores, evicts and deletes. It makes no call of the index or of the file system for that, except for one read of a
+    page."""
     first = opened(stack, tmp_path)
     first.put(chain(0), deadline=soon())
     first.close()
@@ -219,9 +219,9 @@ class SharedIndex:
 
 
 def test_what_another_process_removes(stack: ExitStack, tmp_path: Path) -> None:
-    """What another process removes is known to be gone, or not known in a process that has written meanwhile, perhaps the same
-    blocks. After one has removed blocks that cannot be followed, none is known to be there: a load of what is gone would cost
-    its request more than a lookup."""
+    """A block that another process removes is known to be gone, or not known in a process that has written meanwhile, perhaps
+    the same blocks. After one has removed blocks that cannot be followed, none is known to be there: a load of what is gone
+    would cost its request more than a lookup."""
     writer = opened(stack, tmp_path)
     writer.put(chain(0) + chain(1) + chain(2), deadline=soon())
     store = opened(stack, tmp_path)
@@ -241,8 +241,8 @@ def test_what_another_process_removes(stack: ExitStack, tmp_path: Path) -> None:
 
 
 def test_nothing_is_known_where_that_cannot_work(stack: ExitStack, tmp_path: Path) -> None:
-    """With the journal for network file systems, read-only, without a board, with too many blocks and after the end, a store
-    knows nothing; a closed one neither."""
+    """A store knows nothing with the journal for network file systems, read-only, without a board, with too many blocks and
+    after the end; a closed one neither."""
     one = opened(stack, tmp_path / "a", journal="delete")
     one.put(chain(0), deadline=soon())
     other = opened(stack, tmp_path / "a", read_only=True)

@@ -475,8 +475,8 @@ def test_short_answers_prove_nothing(server: S3Server, proxy: CountingProxy):
 def test_an_erasure_waits_for_writes(
     server: S3Server, proxy: CountingProxy, monkeypatch: pytest.MonkeyPatch, kind: str
 ):
-    """What a service completes only after its caller has given up, blocks that are stored and copies of those beside a damaged
-    one, is not there after a complete erasure. Until then the erasure is open."""
+    """Writes that a service completes only after its caller has given up, of blocks that are stored and copies of those beside
+    a damaged one, leave nothing after a complete erasure. Until then the erasure is open."""
     prefix, frames = fresh(), make_frames(32, 6, 700)
     store = ObjectStore(at(proxy.port), prefix=prefix)
     tiered = TieredStore([store])
@@ -500,7 +500,7 @@ def test_an_erasure_waits_for_writes(
 
 
 def test_a_write_that_fails_after_it_was_given_up(caplog: pytest.LogCaptureFixture):
-    """It is an erasure's business only: it is no error in the log."""
+    """A write that fails after it was given up is an erasure's business only: it is no error in the log."""
     held, ended = threading.Event(), threading.Event()
 
     def refuse(request: BaseHTTPRequestHandler) -> int:
@@ -533,7 +533,7 @@ AT_ONCE = ([(1,), (5,)], [(3,), (4,)], [(2,), (2,)], [(1, 2, 6), (2, 3)], [(0,),
 def test_instances_delete_from_one_chunk_at_once(
     service: str, rounds: int, folder: Path, request: pytest.FixtureRequest
 ) -> None:
-    """What instances delete at the same time is gone when their calls have returned, and all other blocks are there."""
+    """Blocks that instances delete at the same time are gone when their calls have returned, and all other blocks are there."""
     url = f"file://{folder}" if service == "folder" else request.getfixturevalue("server").url()
     for number in range(rounds):
         prefix, frames, parts = fresh(), make_frames(number, 8, 500), AT_ONCE[number % len(AT_ONCE)]
@@ -618,7 +618,7 @@ def test_a_bucket_that_keeps_versions(server: S3Server):
 
 
 def test_an_erasure_tells_of_its_progress(store: ObjectStore):
-    """It has a step for every few objects, so a slow service is not taken for one that does not answer."""
+    """An erasure has a step for every few objects, so a slow service is not taken for one that does not answer."""
     frames = [make_frames(seed, 1, 10)[0] for seed in range(200)]
     store.put(frames, deadline=soon())
     for chosen in (set(names_of(frames[:100])), None):
@@ -642,7 +642,7 @@ def test_scan_reads_positions_and_times(server: S3Server, folder: Path):
 
 @pytest.mark.slow
 def test_chunks_that_are_read_stay_young(server: S3Server):
-    """With `touch`, an old chunk that is read is written again, as it was. One that was erased is not."""
+    """An old chunk that is read is written again with `touch`, as it was. One that was erased is not."""
     prefix = fresh()
     keys = {"aws_access_key_id": "tests", "aws_secret_access_key": "tests", "region_name": "us-east-1"}
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server.port}", **keys)

@@ -106,7 +106,7 @@ def test_blocks_of_a_chain_are_one_file(tmp_path: Path) -> None:
 
 
 def test_a_deleted_block_leaves_its_piece(tmp_path: Path) -> None:
-    """What is deleted from a piece is gone from the file: its bytes and its room. The others stay as they are, and the
+    """A block that is deleted from a piece is gone from the file: its bytes and its room. The others stay as they are, and the
     file goes with the last."""
     frames = make_frames(3, 16, 16_384)
     with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
@@ -394,7 +394,7 @@ def test_tables_are_read_once_for_a_batch(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_no_byte_stays_below_a_damaged_entry(tmp_path: Path) -> None:
-    """What is deleted is gone from the file although the length of the block before it is damaged, and covers it."""
+    """A deleted block is gone from the file although the length of the block before it is damaged, and covers it."""
     frames = make_frames(21, 4, 20_000)
     with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
         store.put(frames, deadline=soon())

@@ -339,7 +339,7 @@ def test_use_renews_the_time_to_live(server: RedisServer):
 
 
 def test_a_full_server_that_evicts_nothing(tmp_path: Path):
-    """With `noeviction` a put into a full server raises StoreFull, and blocks can still be read."""
+    """A put into a full server with `noeviction` raises StoreFull, and blocks can still be read."""
     server = RedisServer(tmp_path / "full", "--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
     try:
         store = RedisStore(server.url)
@@ -360,7 +360,7 @@ def test_a_full_server_that_evicts_nothing(tmp_path: Path):
 
 
 def test_volatile_lru_keeps_pins_and_records(tmp_path: Path):
-    """With a ttl and `volatile-lru` the server evicts neither pinned blocks nor records, and counts evictions."""
+    """The server evicts neither pinned blocks nor records with a ttl and `volatile-lru`, and counts evictions."""
     server = RedisServer(tmp_path / "lru", "--maxmemory", "16mb", "--maxmemory-policy", "volatile-lru")
     try:
         store = RedisStore(server.url, ttl=3600)
@@ -515,7 +515,7 @@ def test_a_restart_between_calls(own: RedisServer):
 
 
 def test_a_restart_under_tls(tls: tuple[RedisServer, str]):
-    """The same under TLS. An untrusted certificate is refused."""
+    """A restart under TLS is survived as one without. An untrusted certificate is refused."""
     server, url = tls
     store = RedisStore(url, prefix=fresh())
     frames = make_frames(33, 4, 3 * MiB)
@@ -739,7 +739,7 @@ def test_a_store_crosses_a_fork(server: RedisServer, store: RedisStore):
 
 
 def test_a_cluster_is_found_through_any_node(cluster: RedisCluster):
-    """One address of a node is enough, an unreachable one does no harm, and blocks are spread over all nodes."""
+    """A cluster is found by the address of one node, an unreachable one does no harm, and blocks are spread over all nodes."""
     prefix = fresh()
     dead = ScriptedServer([b""])
     store = RedisStore(f"redis+cluster://127.0.0.1:{dead.port},127.0.0.1:{cluster.nodes[2].port}", prefix=prefix)

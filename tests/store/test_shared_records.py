@@ -136,7 +136,8 @@ def test_what_was_written_before_is_read(name: str) -> None:
 
 @every_kind
 def test_instances_adopt_what_others_write(name: str, stack: ExitStack, tmp_path: Path) -> None:
-    """What one writes another finds and reads once; what one removes another misses, unless it was just written there."""
+    """A record that one instance writes another finds and reads once; one that it removes another misses, unless it was just
+    written there."""
     here, there = (SharedRecords(TieredStore([disk(stack, tmp_path)]), KINDS[name]) for _ in range(2))
     key, value = sample(name)
     here.put(key, value)
@@ -324,7 +325,7 @@ def test_encryption(name: str, stack: ExitStack, tmp_path: Path) -> None:
 
 @every_kind
 def test_secrets(name: str, stack: ExitStack, tmp_path: Path) -> None:
-    """With a secret, a record that was planted or moved is not used."""
+    """A record that was planted or moved is not used where there is a secret."""
     pytest.importorskip("cryptography")
     inner = disk(stack, tmp_path)
     records = SharedRecords(TieredStore([KeyRing([IntegritySecret(1, "a secret")]).sealed(inner)]), KINDS[name])

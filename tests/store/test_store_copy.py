@@ -179,8 +179,8 @@ def test_damage_is_not_copied() -> None:
 
 
 def test_erasures_hold() -> None:
-    """What an open erasure of either store names is not copied; what is erased in the source while the rest is copied is not in
-    the target afterwards, blocks and records."""
+    """Blocks that an open erasure of either store names are not copied; what is erased in the source while the rest is copied
+    is not in the target afterwards, blocks and records."""
     frames = {root: make_frames(4, 150, PAYLOAD, root=root) for root in (ANN, BOB)}
     for place in (0, 1):
         source, target = stores = memory(), memory()
@@ -207,8 +207,8 @@ def test_erasures_hold() -> None:
 
 
 def test_an_erasure_that_begins_meanwhile_holds() -> None:
-    """What an erasure names that begins while its tenant is copied, and has erased nothing when the copy ends, is not in the
-    target; records of no tenant are, and the other tenant's."""
+    """Blocks named by an erasure that begins while its tenant is copied, and has erased nothing when the copy ends, are not in
+    the target; records of no tenant are, and the other tenant's."""
     frames = {root: make_frames(4, 70, PAYLOAD, root=root) for root in (ANN, BOB)}
     source, target = memory(), memory()
     for root, some in frames.items():

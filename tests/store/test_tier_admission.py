@@ -1,4 +1,4 @@
-"""Which blocks a tier takes: every one, at the second use, of prompts, of long prompts, and within a rate of writes."""
+"""Admission of blocks to a tier: every one, at the second use, of prompts, of long prompts, and within a rate of writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened(rule: AdmissionRule, clock: Clock | None = None) -> TieredStore:
 
 
 def taken(store: TieredStore, frames: Sequence[Frame], use: BlockUse) -> list[bool]:
-    """Which blocks the tier with the rule takes."""
+    """Blocks that the tier with the rule takes."""
     found: list[bool] = []
     for tiers, low, high in store.admitted([one.header for one in frames], use):
         assert use.again or 0 in tiers
@@ -63,7 +63,7 @@ def test_put_writes_what_the_tier_takes() -> None:
 
 
 def test_prompts_and_long_prompts() -> None:
-    """Of answers, and of short prompts, nothing is taken, until a later prompt has these blocks."""
+    """No block of answers, and of short prompts, is taken, until a later prompt has these blocks."""
     chain = make_frames(1, 6, SMALL_PAYLOAD)
     store = opened(AdmissionRule("prompts", min_tokens=64))
     assert taken(store, chain[:3], BlockUse(48, 16)) == [False] * 3
@@ -80,7 +80,7 @@ def test_promotions() -> None:
 
 
 def test_write_rate() -> None:
-    """What exceeds the rate is refused, with the rest of its chain, and the next second has room again."""
+    """Blocks beyond the rate are refused, with the rest of their chain, and the next second has room again."""
     clock = Clock()
     store = opened(AdmissionRule(write_rate=10 * SIZE), clock)
     chain = make_frames(1, 30, SMALL_PAYLOAD)

@@ -63,7 +63,7 @@ def test_evictions_are_reported(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_partial_put() -> None:
-    """Of a chain longer than the store, only the stored blocks are reported."""
+    """The stored blocks of a chain longer than the store are reported, and no others."""
     log = EventLog(MemoryStore(4 * FRAME))
     frames = make_frames(1, 7, PAYLOAD)
     assert log.store.put(frames, deadline=soon()) == 4

@@ -255,8 +255,8 @@ def test_a_call_that_does_not_return(tiers: Tiers) -> None:
 
 
 def test_a_hang_costs_one_deadline(tiers: Tiers) -> None:
-    """Of the requests that follow each other while a tier hangs, one waits for it. A tier that answers late is used again
-    when it has answered."""
+    """A tier that hangs costs one of the requests that follow each other a wait. A tier that answers late is used again when it
+    has answered."""
     frames = make_frames(6, 2, PAYLOAD)
     put_all(tiers.store, frames)
     tiers.fast.stick()
@@ -310,8 +310,8 @@ def test_a_late_read_writes_nothing_that_is_used(tiers: Tiers) -> None:
 
 
 def test_one_bad_block_costs_one_block(tiers: Tiers) -> None:
-    """What is stored in place of a block and cannot be one is counted and deleted; the others of the batch are served, the
-    tier is not skipped, and the next put heals the block."""
+    """A block that cannot be what its name says is counted and deleted; the others of the batch are served, the tier is not
+    skipped, and the next put heals the block."""
     frames = make_frames(9, 20, PAYLOAD)
     tiers.slow.put(frames, deadline=soon())
     tier = tiers.store.tiers[1]

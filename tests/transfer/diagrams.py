@@ -11,7 +11,7 @@ def diagram(role: Role) -> str:
 
 
 def _arrows(role: Role) -> Iterator[str]:
-    """One arrow per pair of states, labeled with all events that cause this transition."""
+    """Draws one arrow per pair of states, labeled with all events that cause this transition."""
     labels: dict[tuple[State, State], list[str]] = {}
     for (state, event), transition in TABLE[role].items():
         done = ", ".join(action for action in transition.actions if action.startswith(("send", "remember")))

@@ -174,7 +174,7 @@ def test_the_wrong_secret(theirs: str | None, ours: str | None) -> None:
 
 
 def test_the_right_secret() -> None:
-    """With the same secret on both sides they connect."""
+    """Two sides with the same secret connect."""
     with ExitStack() as stack:
         listening = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
         stack.callback(listening.close)

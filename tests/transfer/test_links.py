@@ -162,7 +162,7 @@ def test_ring_pieces_do_not_overlap(data: st.DataObject) -> None:
 
 
 def test_a_ring_with_few_pieces_stays_small() -> None:
-    """With three pieces in use a ring uses its first megabytes only; with more it uses all of its memory."""
+    """A ring with three pieces in use uses its first megabytes only; with more it uses all of its memory."""
     ring, order = RingAllocator(64 << 20), ReleaseOrder()
     out: list[list[int]] = []
     for number in range(400):

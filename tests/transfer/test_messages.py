@@ -93,7 +93,7 @@ def test_messages_of_transfers_round_trip(message: TransferMessage, size: int, s
 
 @given(OF_CONNECTION)
 def test_messages_of_connections_round_trip(message: TransferMessage) -> None:
-    """The same for messages that belong to no transfer."""
+    """Messages that belong to no transfer are read as they were written."""
     head, found = read(encode(message))
     assert found == message and head.transfer == bytes(16)
 
@@ -132,7 +132,7 @@ def test_cut_messages_are_refused(message: TransferMessage, data: st.DataObject)
 @given(OF_TRANSFER | OF_CONNECTION, st.data())
 @settings(max_examples=examples(300))
 def test_flipped_bits_are_noticed(message: TransferMessage, data: st.DataObject) -> None:
-    """One flipped bit anywhere in head or metadata raises TransferError."""
+    """A flipped bit anywhere in head or metadata raises TransferError."""
     whole = bytearray(_encoded(message))
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
     whole[bit // 8] ^= 1 << bit % 8
@@ -221,7 +221,7 @@ def test_a_part_has_a_checksum() -> None:
 
 @given(st.lists(st.binary(max_size=50), max_size=5))
 def test_the_checksum_does_not_depend_on_the_buffers(buffers: list[bytes]) -> None:
-    """The same bytes in one buffer or in several have the same checksum."""
+    """A checksum is the same for the same bytes in one buffer or in several."""
     assert payload_checksum(buffers) == payload_checksum([b"".join(buffers)])
 
 

@@ -69,7 +69,7 @@ def test_payloads_have_the_bytes_of_their_tokens(layout: Layout, tokens: int) ->
 
 @given(layouts, st.integers(1, 100), st.integers(1, 3000), st.data())
 def test_a_missing_part_is_a_gap(layout: Layout, tokens: int, target: int, data: st.DataObject) -> None:
-    """With all parts nothing is missing; without any one of them there is a gap."""
+    """No part is missing where all are there; without any one of them there is a gap."""
     keys = keys_of(tokens // layout.block_size)
     parts = list(split(layout, tokens, keys, target=target))
     left_out = data.draw(st.integers(-1, len(parts) - 1))

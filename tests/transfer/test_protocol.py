@@ -345,6 +345,6 @@ TestTwoSides.settings = settings(max_examples=100, stateful_step_count=20, deadl
 
 @pytest.mark.slow
 class TestTwoSidesLong(TwoSides.TestCase):  # type: ignore[name-defined]
-    """The same with many more runs."""
+    """Many more runs of the two sides."""
 
     settings = settings(max_examples=1000, stateful_step_count=20, deadline=None)

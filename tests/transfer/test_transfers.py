@@ -83,7 +83,7 @@ def test_pull(link: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("link", LINKS)
 def test_only_missing_blocks_are_sent(link: str) -> None:
-    """Of 4,000 tokens of which 3,504 are cached, only the KV of 496 is sent."""
+    """The KV of 496 tokens is sent of 4,000 of which 3,504 are cached, and no more."""
     prefill, decode = Prefill(), Decode()
     with two(prefill, decode, link) as (connection, _):
         assert pull(connection, decode, 2, 4000, have=219).wait(PATIENCE) is TransferOutcome.TAKEN

@@ -115,7 +115,7 @@ def test_rights_of_a_secret(stack: ExitStack) -> None:
 
 
 def test_a_limited_peer_cannot_claim_an_address(stack: ExitStack) -> None:
-    """What is meant for an instance is not sent over the connection of a limited peer that says it is that instance."""
+    """A message for an instance is not sent over the connection of a limited peer that says it is that instance."""
     real = endpoint(stack, secret=NEW)
     address = real.listen()
     listening = endpoint(stack, secret=NEW, limited_secrets=(f"get={READER}",))

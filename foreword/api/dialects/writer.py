@@ -1,4 +1,4 @@
-"""What all writers share: the head of a response, an answer that grows, and why a prompt was not cached, in the words of
+"""Parts that all writers share: the head of a response, an answer that grows, and why a prompt was not cached, in the words of
 OpenAI's and Anthropic's own diagnostics.
 """
 

@@ -1,4 +1,4 @@
-"""What one sequence may generate next, so that its text matches a grammar."""
+"""Tokens that a sequence may generate next, so that its text matches a grammar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps an error in the connector from vLLM.
+"""The guard that keeps an error in the connector from vLLM.
 
 vLLM ends when a call of a connector raises, and a request waits for ever when the connector loses it. So each call that vLLM
 makes is a `hook`: after the first error that it lets through, this side is *degraded*. It saves and loads nothing until the

@@ -1,4 +1,4 @@
-"""What a server computes, measured when it starts: the KV of a fixed prompt, and the embeddings of far positions.
+"""Measurements of what a server computes, made when it starts: the KV of a fixed prompt, and the embeddings of far positions.
 
 The probe is a request that only the worker sees: it computes a few hundred fixed tokens with vLLM's own runner, in blocks that
 no request uses yet, before vLLM is ready. A sample of the blocks' packed bytes says what the layout means and what the layers

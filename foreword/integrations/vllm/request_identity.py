@@ -1,4 +1,4 @@
-"""What a request's KV depends on besides its tokens: tenant, adapter, weights version, media and prompt embeddings.
+"""The identity of a request's KV besides its tokens: tenant, adapter, weights version, media and prompt embeddings.
 
 The request's `cache_salt` is the salt of the chain's root, so that all chains of a tenant can be erased. A router or a
 gateway writes the tenant into it (`blocks/salt.py`); without one, all requests are of one tenant. Everything else goes into

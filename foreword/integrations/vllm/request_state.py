@@ -1,4 +1,4 @@
-"""What the connector's scheduler side knows of one request."""
+"""The state of a request on the connector's scheduler side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connector asks of its extras (`foreword.integrations.vllm_extras`), as types.
+"""Calls of the connector to its extras (`foreword.integrations.vllm_extras`), as types.
 
 The extras implement these interfaces, and type checkers read them. A connector without extras does not import them.
 """

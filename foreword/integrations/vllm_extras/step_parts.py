@@ -1,4 +1,4 @@
-"""What the extras add to the connector's messages of a step (`foreword.integrations.vllm.step_messages`)."""
+"""Parts that the extras add to the connector's messages of a step (`foreword.integrations.vllm.step_messages`)."""
 
 from __future__ import annotations
 

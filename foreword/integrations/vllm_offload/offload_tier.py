@@ -40,6 +40,7 @@ from foreword.integrations.vllm.weights import WeightsVersion, adapters_spoil_ba
 from foreword.integrations.vllm_offload.block_names import BlockGroup, RequestBlocks, group_of
 from foreword.integrations.vllm_offload.offload_identity import block_groups, namespace, read_settings
 from foreword.integrations.vllm_offload.row_jobs import RowJobs, Rows
+from foreword.integrations.vllm_offload.row_parts import unwritten_parts
 from foreword.offload.policy import search_seconds
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
@@ -125,6 +126,8 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         """Find out whose KV the blocks are, and open the stores."""
         self._core, config, settings = core, core.vllm_config, self._settings
         began = time.monotonic()
+        shape = getattr(core.scheduler, "kv_cache_config", None)
+        unwritten = unwritten_parts(self._offloading, shape, self.block_size_bytes)
         self.namespace = namespace(config, self._offloading, settings)
         self._groups = block_groups(self.namespace, self._offloading, self.block_size_bytes)
         self._identities = request_identities(config, int(self._offloading.cache.tokens_per_hash))
@@ -135,7 +138,7 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         )
         store.warm_up([layouts[0].fingerprint])
         assert self._rows is not None
-        self._jobs = RowJobs(store, self._rows, self._queue_bytes, settings.store.load_timeout)
+        self._jobs = RowJobs(store, self._rows, self._queue_bytes, settings.store.load_timeout, unwritten)
         self._lookups.submit(self._describe, str(config.model_config.model))
         follow_engines(self._is_mine, "set_weight_version", self.set_weights_version)
         follow_engines(self._is_mine, "collective_rpc", self.before_workers, before=True)

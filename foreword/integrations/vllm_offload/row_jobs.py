@@ -11,9 +11,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -66,8 +67,16 @@ class RowJobs:
         dropped: blocks that were not saved because the queue was full, or was ended.
     """
 
-    def __init__(self, store: TieredStore, rows: Rows, queue_bytes: int, load_timeout: float) -> None:
+    def __init__(
+        self,
+        store: TieredStore,
+        rows: Rows,
+        queue_bytes: int,
+        load_timeout: float,
+        unwritten: Mapping[int, Sequence[slice]] = MappingProxyType({}),
+    ) -> None:
         self._store = store
+        self._unwritten = unwritten
         self._rows: Rows | None = rows
         self._row_bytes = int(rows.shape[1])
         self._most = max(queue_bytes // self._row_bytes, 1)
@@ -206,10 +215,13 @@ class RowJobs:
             frames = []
             for number in chosen:
                 buffer = self._buffer()
-                if job.epoch != self._epoch or not self._copy(job.rows[number], np.frombuffer(buffer, np.uint8)):
+                row = np.frombuffer(buffer, np.uint8)
+                if job.epoch != self._epoch or not self._copy(job.rows[number], row):
                     with self._changed:
                         self.dropped += len(job.headers) - low
                     return
+                for part in self._unwritten.get(job.headers[number].group, ()):
+                    row[part] = 0
                 frames.append(seal(job.headers[number], buffer))
             kept = self._store.put(frames, deadline=time.monotonic() + WRITE_TIMEOUT) if frames else 0
             for number in chosen[:kept]:  # stores keep prefixes

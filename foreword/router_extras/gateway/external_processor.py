@@ -1,4 +1,4 @@
-"""One gRPC stream of a gateway: the messages about one request, and the answers.
+"""A gRPC stream of a gateway: the messages about one request, and the answers.
 
 Three ways of asking are known (`docs/guides/gateway.md`): the body at once (`BUFFERED`), in pieces that go through the picker
 (`FULL_DUPLEX_STREAMED`, the rule of the Gateway API inference extension), and, in a second stream, copies of a response that

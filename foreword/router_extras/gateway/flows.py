@@ -146,8 +146,7 @@ def share_by_flows(router: Router) -> None:
 
 
 def _take_over(pool: ReplicaPool) -> None:
-    """Give a pool a queue of flows, with what waits. The pool keeps entries of the old one only to remove them: one whose client
-    leaves holds its place until its turn."""
+    """Give a pool a queue of flows, with what waits. Of that, a request whose client leaves keeps its place until its turn."""
     queue = FlowQueue[Any](pool.queue.max_length, pool.queue.weights)
     while (entry := pool.queue.pop(0.0)) is not None:
         queue.push(entry.item, entry.tenant, entry.cost, 0.0)

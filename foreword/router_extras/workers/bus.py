@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -109,10 +109,19 @@ class WorkerQuestion(Struct, frozen=True, array_like=True, tag=6):
 
 
 class WorkerAnswer(Struct, frozen=True, array_like=True, tag=7):
-    """The answer to a question."""
+    """The answer to a question. `failed`: its handler raised."""
 
     number: int
     content: Any
+    failed: bool = False
+
+
+class Answers(list[Any]):
+    """The answers to a question. `silent`: workers that gave none: they are late, not connected, or their handler raised."""
+
+    def __init__(self, given: Iterable[Any] = (), silent: Iterable[int] = ()) -> None:
+        super().__init__(given)
+        self.silent = sorted(silent)
 
 
 Message = Sent | First | SharedEnd | SharedFailure | Known | Told | WorkerQuestion | WorkerAnswer
@@ -128,6 +137,10 @@ class WorkerBus:
         joined: the first messages to a worker that has just begun to listen.
         gone: a worker has ended, or its connection.
         missed: a worker that still runs has begun its connection anew, so messages of it are lost.
+        answer_seconds: how long an answer may take.
+
+    Attributes:
+        failures: messages and questions that were not handled, because their handler raised.
     """
 
     def __init__(
@@ -138,7 +151,9 @@ class WorkerBus:
         joined: Callable[[], list[Message]],
         gone: Callable[[int], None],
         missed: Callable[[int], None],
+        answer_seconds: float = _ANSWER_SECONDS,
     ) -> None:
+        self.failures, self._answer_seconds = 0, answer_seconds
         self._seat, self._told, self._asked, self._joined, self._gone = seat, told, asked, joined, gone
         self._missed = missed
         self._processes: dict[int, int] = {}
@@ -181,21 +196,27 @@ class WorkerBus:
         elif self._timer is None:
             self._timer = loop.call_later(_GATHER_SECONDS, self._flush)
 
-    async def ask(self, kind: str, content: Any = None) -> list[Any]:
-        """The answers of all others that are connected. Earlier messages have arrived by then."""
+    async def ask(self, kind: str, content: Any = None) -> Answers:
+        """The answers of all others. Messages to them have arrived by then, and what they told before they answered."""
         self._flush()
-        futures: list[asyncio.Future[Any]] = []
+        others: dict[int, asyncio.Future[Any]] = {}
+        numbers: list[int] = []
         for other, link in list(self._links.items()):
             number, future = next(self._numbers), asyncio.get_running_loop().create_future()
             self._waiting[number] = other, future
-            futures.append(future)
-            link.write(_frame([WorkerQuestion(number, kind, content)]))
-        if not futures:
-            return []
-        done, late = await asyncio.wait(futures, timeout=_ANSWER_SECONDS)
-        for future in late:
-            future.cancel()
-        return [one.result() for one in done if not one.cancelled()]
+            numbers.append(number)
+            others[other] = future
+            self._write(link, [WorkerQuestion(number, kind, content)])
+        try:
+            if others:
+                await asyncio.wait(others.values(), timeout=self._answer_seconds)
+        finally:
+            for number in numbers:
+                self._waiting.pop(number, None)
+        given = {other: one.result() for other, one in others.items() if one.done() and not one.cancelled()}
+        answered = {other: one.content for other, one in given.items() if not one.failed}
+        everyone = set(range(self._seat.count)) - {self._seat.number}
+        return Answers(answered.values(), everyone - answered.keys())
 
     def _path(self, number: int) -> Path:
         return self._seat.folder / f"{number}.sock"
@@ -207,20 +228,26 @@ class WorkerBus:
             self._timer.cancel()
             self._timer = None
         if self._gathered:
-            data = _frame(self._gathered)
-            self._gathered = []
-            for link in list(self._links.values()):
-                if link.get_write_buffer_size() > _MOST_UNREAD:
-                    link.abort()
-                else:
-                    link.write(data)
+            messages, self._gathered = self._gathered, []
+            self._write_data(list(self._links.values()), _frame(messages))
+
+    def _write(self, link: asyncio.Transport, messages: list[Message]) -> None:
+        self._write_data([link], _frame(messages))
+
+    @staticmethod
+    def _write_data(links: list[asyncio.Transport], data: bytes) -> None:
+        for link in links:
+            if link.get_write_buffer_size() > _MOST_UNREAD:
+                link.abort()
+            else:
+                link.write(data)
 
     async def _keep(self, number: int) -> None:
         """Keep a connection to another worker."""
         loop = asyncio.get_running_loop()
         while True:
             ended: asyncio.Future[None] = loop.create_future()
-            link = _Link(self._answered, partial(_end, ended))
+            link = _Link(self._heard, partial(_end, ended), number=number)
             try:
                 transport, _ = await loop.create_unix_connection(partial(_same, link), str(self._path(number)))
             except OSError:
@@ -237,31 +264,40 @@ class WorkerBus:
                 for asked, (other, future) in list(self._waiting.items()):
                     if other == number:
                         del self._waiting[asked]
-                        future.cancel()
+                        future.cancel()  # the others' answers count
 
     def _begun(self, number: int, process: int) -> None:
         if self._processes.get(number) == process:
             self._missed(number)
         self._processes[number] = process
 
-    def _answered(self, link: _Link, messages: list[Message]) -> None:
-        for one in messages:
-            if isinstance(one, WorkerAnswer):
-                found = self._waiting.pop(one.number, None)
-                if found is not None and not found[1].done():
-                    found[1].set_result(one.content)
-
     def _heard(self, link: _Link, messages: list[Message]) -> None:
         for one in messages:
             if isinstance(one, WorkerQuestion):
                 background(self._answer(link, one), "an answer to another worker")
+            elif isinstance(one, WorkerAnswer):
+                found = self._waiting.pop(one.number, None)
+                if found is not None and not found[1].done():
+                    found[1].set_result(one)
             else:
-                self._told(link.number, one)
+                try:
+                    self._told(link.number, one)
+                except Exception:  # one message of many: the connection, and what comes over it, stays
+                    self.failures += 1
+                    logger.exception("a message of worker %d was not handled", link.number)
 
     async def _answer(self, link: _Link, one: WorkerQuestion) -> None:
-        answer = await self._asked(one.kind, one.content)
-        if not link.transport.is_closing():
-            link.transport.write(_frame([WorkerAnswer(one.number, answer)]))
+        try:
+            answer = WorkerAnswer(one.number, await self._asked(one.kind, one.content))
+        except Exception:  # the other one waits for an answer
+            self.failures += 1
+            logger.exception("a question of worker %d was not handled", link.number)
+            answer = WorkerAnswer(one.number, None, failed=True)
+        # Behind what this worker has told that one: all of it has arrived then.
+        self._flush()
+        own = self._links.get(link.number, link.transport)
+        if not own.is_closing():
+            self._write(own, [answer])
 
 
 class _Link(asyncio.Protocol):
@@ -274,8 +310,9 @@ class _Link(asyncio.Protocol):
         heard: Callable[[_Link, list[Message]], None],
         ended: Callable[[int], None],
         begun: Callable[[int, int], None] | None = None,
+        number: int = -1,
     ) -> None:
-        self._read, self._ended, self._begun, self.number = heard, ended, begun, -1
+        self._read, self._ended, self._begun, self.number = heard, ended, begun, number
         self._data = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

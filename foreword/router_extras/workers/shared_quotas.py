@@ -28,7 +28,11 @@ _SLOT: Final = struct.Struct(f"<16s4d{MOST_WORKERS}i")
 _NOBODY: Final = bytes(16)
 # Counts of workers that were started again: killed by a signal, ended with a status.
 _HEAD: Final = struct.Struct("<2q")
-_HEAD_BYTES: Final = 64
+# Whether all workers end; then how often each has said that it runs.
+_ENDING_AT: Final = _HEAD.size
+_BEAT: Final = struct.Struct("<q")
+_BEATS_AT: Final = 64
+_HEAD_BYTES: Final = _BEATS_AT + MOST_WORKERS * _BEAT.size
 
 
 class SharedMemory:
@@ -85,6 +89,29 @@ class SharedMemory:
                     _SLOT.pack_into(self._memory, at, name, *numbers)
             killed, failed = _HEAD.unpack_from(self._memory, 0)
             _HEAD.pack_into(self._memory, 0, killed + by_signal, failed + (not by_signal))
+
+    @property
+    def ending(self) -> bool:
+        """Whether the supervisor ends all workers."""
+        return self._memory[_ENDING_AT] != 0
+
+    def end_all(self) -> None:
+        self._memory[_ENDING_AT] = 1
+
+    def beat(self) -> None:
+        """This worker runs: called at least once a second from when it begins to."""
+        self._set_beats(self.worker, self.beats(self.worker) + 1)
+
+    def beats(self, worker: int) -> int:
+        """How often a worker has said that it runs; 0 if it has not begun to."""
+        found: int = _BEAT.unpack_from(self._memory, _BEATS_AT + worker * _BEAT.size)[0]
+        return found
+
+    def begins(self, worker: int) -> None:
+        self._set_beats(worker, 0)
+
+    def _set_beats(self, worker: int, count: int) -> None:
+        _BEAT.pack_into(self._memory, _BEATS_AT + worker * _BEAT.size, count)
 
     def restarts(self) -> dict[str, int]:
         """Workers that were started again, by why the one before had ended."""

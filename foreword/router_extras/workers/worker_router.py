@@ -9,8 +9,8 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-import os
 import secrets
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 _MOST_CHANGES: Final = 4096
 _JOIN_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.02
+_BEAT_SECONDS: Final = 0.5
+# How long a worker that ends alone serves connections that it had accepted.
+_LEAVE_SECONDS: Final = 1.0
 # A worker that has observed a replica's costs itself within this time learns nothing from what others served there: its own
 # requests are a sample of them, and learning is the most expensive part of what a worker does for another one's request.
 _OWN_SECONDS: Final = 1.0
@@ -101,7 +104,8 @@ class WorkerRouter(Router):
     def __init__(self, config: Config, current: Callable[[bytes], bytes], seat: Seat) -> None:
         super().__init__(config, current)
         self._seat = seat
-        self.workers = SharedWorkers(self, seat)
+        self.workers = SharedWorkers(self, seat, self._end)
+        self._leaving = False
         self.quotas = SharedQuotas.shared(config.server.quotas, seat.memory)
         self.pool_type = partial(SharedPool, self.workers)
         self.suspects = SharedSuspects(self._serve_waiting, self.workers)
@@ -111,10 +115,41 @@ class WorkerRouter(Router):
         self.workers.on("died", lambda told: self._has_died(*told))
 
     async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        # A second signal is as the first: a process group has got it, and the supervisor hands it on. It kills, if need be.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._end)
         await super().start()
         await self.workers.bus.start()
-        # A worker ends with its supervisor, which would start it again.
-        asyncio.get_running_loop().add_reader(self._seat.parent, os.kill, os.getpid(), signal.SIGTERM)
+        loop.add_reader(self._seat.parent, self._orphaned)
+        self.background(self._beat())
+
+    async def _beat(self) -> None:
+        while True:
+            self._seat.memory.beat()
+            await asyncio.sleep(_BEAT_SECONDS)
+
+    def _orphaned(self) -> None:
+        """A worker ends with its supervisor, which would start it again."""
+        asyncio.get_running_loop().remove_reader(self._seat.parent)
+        self._seat.memory.end_all()
+        shutil.rmtree(self._seat.folder, ignore_errors=True)
+        self._end()
+
+    def _end(self) -> None:
+        """End after the requests that run, once. If the others stay, they get what comes from now on."""
+        if not self._leaving:
+            self._leaving = True
+            self.background(self._leave())
+
+    async def _leave(self) -> None:
+        until = clock() + _LEAVE_SECONDS
+        while not self._seat.memory.ending:
+            # A client that has just connected has its answer here: it would find a connection that is closed without one.
+            if not self.leave() or clock() >= until:
+                self.ending.set()
+            await asyncio.sleep(_POLL_SECONDS)
+        self.ending.set()
 
     async def joined(self) -> None:
         """A worker that is started again takes connections only when a replica serves: the others take them until then."""
@@ -193,10 +228,11 @@ class WorkerRouter(Router):
 
 
 class SharedWorkers(Workers):
-    """The other workers, as one of them sees them."""
+    """The other workers, as one of them sees them. `end` ends this one after its requests."""
 
-    def __init__(self, router: Router, seat: Seat) -> None:
+    def __init__(self, router: Router, seat: Seat, end: Callable[[], None]) -> None:
         self._router = router
+        self._end = end
         self.bus = WorkerBus(seat, self._told, self._asked, self._joined, self._gone, self._missed)
         # Requests of other workers that run, by worker and name.
         self._running: dict[tuple[int, int], tuple[SharedPool, str, Upstream]] = {}
@@ -297,7 +333,7 @@ class SharedWorkers(Workers):
     def _missed(self, other: int) -> None:
         """Messages of another worker are lost. What this one knows is incomplete now: one that is started anew hears it."""
         logger.error("messages of worker %d are lost: this worker ends, and another one is started", other)
-        os.kill(os.getpid(), signal.SIGTERM)
+        self._end()
 
     @staticmethod
     def _count(pool: ReplicaPool, upstream: Upstream, change: int) -> None:

@@ -1,4 +1,4 @@
-"""One Redis server and a pool of connections to it.
+"""A Redis server and a pool of connections to it.
 
 redis-py opens the sockets (TLS, Unix, keep-alive); `resp.py` speaks the protocol on them. Nothing is connected before
 the first command.
