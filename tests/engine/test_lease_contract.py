@@ -448,7 +448,7 @@ def test_records_of_earlier_builds(build: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 class AskedStore(MemoryStore):
-    """What is in `meanwhile` happens when a record has been read, once."""
+    """A memory store whose callers are interrupted, once, when it has read a record: by what is in `meanwhile`."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
