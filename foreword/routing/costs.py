@@ -488,12 +488,12 @@ class ReplicaLoad:
         That none of it was cached, and that a full step of others had to end first, is granted to the replica: what is later
         still shows that it is slower than these costs.
         """
-        if not self.waiting:
+        passed, step = now - self._head_since, costs.step_tokens * costs.prefill
+        if passed <= step or not self.waiting:
             return 1.0
         head = next(iter(self.waiting))
         expected = costs.first + costs.compute(head.tokens, 0) + costs.interference(head.tokens, running)
-        expected += costs.step_tokens * costs.prefill
-        return max((now - self._head_since) / expected, 1.0)
+        return max(passed / (expected + step), 1.0)
 
     @property
     def places(self) -> int:

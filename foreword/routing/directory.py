@@ -25,7 +25,7 @@ request with the same prefix should follow instead of computing it on another re
 from __future__ import annotations
 
 import struct
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -530,11 +530,9 @@ class EstimatedBlocks:
         if 0 < known < len(keys):
             # The prompt shows what follows the earlier prompt: the guessed output is not needed any more.
             self._outputs.pop(keys[known - 1], None)
-        held = self._keys
-        for key in reversed(keys):
-            held[key] = None
-            held.move_to_end(key)
-        limit = self.limit
+        held, limit = self._keys, self.limit
+        held.update(dict.fromkeys(keys))
+        deque(map(held.move_to_end, reversed(keys)), maxlen=0)
         while len(held) > limit:
             held.popitem(last=False)
 
@@ -581,11 +579,7 @@ class InFlightPrefixes:
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Undo one `add`."""
-        users = self._users
-        for key in keys:
-            users[key] -= 1
-            if not users[key]:
-                del users[key]
+        _uncount(self._users, keys)
 
     def leading(self, keys: Sequence[bytes], above: int = 0) -> int:
         """Leading blocks that are being computed; 0 if they are not more than `above`."""
@@ -619,18 +613,23 @@ class PromptMemory:
 
     def remove(self, keys: Sequence[bytes], block_size: int) -> int:
         """Undo one `add`. Returns the same."""
-        users, (ends, each) = self._users, _ends(keys, block_size)
-        for key in ends:
-            users[key] -= 1
-            if not users[key]:
-                del users[key]
-                self.tokens -= each
+        ends, each = _ends(keys, block_size)
+        self.tokens -= _uncount(self._users, ends) * each
         return len(ends) * each
 
     def shared(self, keys: Sequence[bytes], block_size: int) -> int:
         """Tokens at the start of this prompt that are there already."""
         ends, each = _ends(keys, block_size)
         return leading(ends, self._users) * each
+
+
+def _uncount(users: dict[bytes, int], keys: Sequence[bytes]) -> int:
+    """Count each key once less. Returns how many have no users any more."""
+    before, pop = len(users), users.pop  # a counter's `del` is not native
+    for key in keys:
+        if (count := pop(key)) > 1:
+            users[key] = count - 1
+    return before - len(users)
 
 
 def _ends(keys: Sequence[bytes], block_size: int) -> tuple[Sequence[bytes], int]:

@@ -21,7 +21,7 @@ from typing import Final, Literal, Protocol
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
 from foreword.routing.cost_kinds import CostKinds, Measurement
-from foreword.routing.costs import FOLLOWERS_PER_PLACE, CostModel, ReplicaCosts, ReplicaLoad, SentRequest
+from foreword.routing.costs import FOLLOWERS_PER_PLACE, NO_WORK, CostModel, ReplicaCosts, ReplicaLoad, SentRequest
 from foreword.routing.directory import (
     CacheTier,
     Directory,
@@ -126,7 +126,7 @@ class ReplicaState:
     @property
     def is_full(self) -> bool:
         """Whether as many requests wait for their first token as may."""
-        return self.max_queued is not None and self.load.places >= self.max_queued
+        return self.max_queued is not None and len(self.load.waiting) >= self.max_queued <= self.load.places
 
     def leading_without_events(self, keys: Sequence[bytes], above: int = 0, guess: int = 0) -> int:
         """Leading blocks that are being computed there or are estimated to be cached, or `above` if that is more.
@@ -404,18 +404,17 @@ class Fleet:
         left = math.exp(-max(now - self._came_at, 0.0) / _COMING_SECONDS)
         filling = left * self._came / (left * self._came_work + _COMING_SECONDS)
         found: list[Candidate] = []
-        leading = 0
+        leading, space, keys, holdings = 0, ("", 0), query.keys, Holdings({})
         for name, weight in chosen.items():
             replica = self.replicas[name]
             excluded = replica.refusal(unsuited.get(name, ""))
             if excluded:
                 found.append(Candidate(name, excluded=excluded))
                 continue
-            space = replica.key_space(query)
-            keys = query.keys_in(space)
-            if space not in lookups:
-                lookups[space] = self._lookup(query, space)
-            reach = lookups[space].of(name)
+            if (own := replica.key_space(query)) != space:
+                space, keys = own, query.keys_in(own)
+                holdings = lookups[space] = lookups.get(space) or self._lookup(query, space)
+            reach = holdings.of(name)
             # Many replicas hold the same part of the prompt, so the last result is a good guess.
             leading = replica.leading_without_events(keys, reach[0], leading)
             known = max(leading, query.held.get(name, 0) // space[1]) if query.held else leading
@@ -470,7 +469,7 @@ class Fleet:
             follows=in_flight > 0 and own <= max(size, query.tokens // FOLLOWERS_PER_PLACE),
         )
         load.sent(request, now)
-        if estimate.queue <= min([one.queue for one in decision.estimates if not one.excluded]):
+        if not estimate.queue or estimate.queue <= min([one.queue for one in decision.estimates if not one.excluded]):
             left = math.exp(-max(now - self._came_at, 0.0) / _COMING_SECONDS)
             self._came, self._came_work = self._came * left + 1.0, self._came_work * left + estimate.prefill
             self._came_at = now
@@ -601,11 +600,13 @@ def _candidate(
     filling: float,
 ) -> Candidate:
     load, costs, capacity = replica.load, replica.costs(now), replica.capacity_tokens
-    late = load.lateness(now, costs, len(load.running))
-    # A head that waits for memory says nothing about how fast the replica is.
-    if late > 1 and not load.is_crowded(capacity):
-        costs = costs.slower(late)
-    tokens, pairs = load.queued(now, costs)
+    tokens, pairs = NO_WORK
+    if load.waiting:
+        late = load.lateness(now, costs, len(load.running))
+        # A head that waits for memory says nothing about how fast the replica is.
+        if late > 1 and not load.is_crowded(capacity):
+            costs = costs.slower(late)
+        tokens, pairs = load.queued(now, costs)
     return Candidate(
         replica.name,
         costs,
@@ -613,7 +614,7 @@ def _candidate(
         tokens,
         len(load.waiting),
         len(load.running) + replica.reported_running,
-        load.memory_wait(resident, keys, block_size, capacity),
+        load.memory_wait(resident, keys, block_size, capacity) if capacity is not None else 0.0,
         block_size,
         "",
         pairs,

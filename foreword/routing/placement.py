@@ -49,7 +49,7 @@ from typing import Final, NamedTuple, Protocol
 from msgspec import Struct
 
 from foreword.errors import ConfigError
-from foreword.routing.costs import DEFAULT_COSTS, ReplicaCosts
+from foreword.routing.costs import DEFAULT_COSTS, ReplicaCosts, pairs
 from foreword.routing.directory import NOTHING, CacheTier, Reach
 from foreword.routing.prefix_popularity import PrefixPopularity
 
@@ -382,7 +382,8 @@ class CostPolicy:
         """The candidates whose prices count as equal to the lowest. `prices`: by replica."""
         longest = max([one.reused for one, _ in usable])
         compared = [*prices.values()]
-        if (count and self._is_underreplicated(query, usable, longest)) or 2 * longest < query.tokens:
+        like = (count and self._is_underreplicated(query, usable, longest)) or 2 * longest < query.tokens
+        if like and (longest or query.tokens == 1):
             compared = [
                 one.price - missing_seconds(one, found, longest) * (1 + one.behind + one.slows) for one, found in usable
             ]
@@ -438,17 +439,20 @@ ALONE: Final = Surroundings()
 
 def surroundings(candidates: Sequence[Candidate]) -> Surroundings:
     """The state of these candidates together."""
+    if not sum([one.queued for one in candidates]):
+        return ALONE
     weight = logarithms = wait = filling = 0.0
     queues: list[float] = []
     for one in candidates:
         if not one.excluded:
-            weight, filling, seconds = weight + one.stands_for, one.filling, 0.0
+            like, filling, seconds = one.stands_for, one.filling, 0.0
+            weight += like
             if one.queued:
-                logarithms += one.stands_for * math.log1p(one.queued)
+                logarithms += like * math.log1p(one.queued)
                 seconds = one.costs.compute_pairs(one.queued_tokens, one.queued_pairs)
-                wait += one.stands_for * seconds
+                wait += like * seconds
             queues.append(seconds)
-            if one.stands_for > 1:
+            if like > 1:
                 queues.append(seconds)
     if not logarithms:
         return ALONE
@@ -460,12 +464,10 @@ def surroundings(candidates: Sequence[Candidate]) -> Surroundings:
 
 def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundings = ALONE) -> CostEstimate:
     """The expected TTFT of the request on this candidate, and what it costs others there."""
-    if candidate.excluded:
-        return CostEstimate(candidate.name, excluded=candidate.excluded)
-    # This is most of the time of a decision, and positions are several times as fast as names.
-    name, costs, reach, queued_tokens, queued, running, memory, block_size, _, queued_pairs, *_, output, weight, _ = (
-        candidate
-    )
+    # This is most of the time of a decision: positions are several times as fast as names, and calls cost the most.
+    name, costs, reach, queued_tokens, queued, running, memory, block_size, excluded, queued_pairs, *_ = candidate
+    if excluded:
+        return CostEstimate(name, excluded=excluded)
     tokens, size = query.tokens, block_size or query.block_size
     cached, load, from_tiers = reach[0] * size, 0.0, _FROM_NOWHERE
     if reach[-1] > reach[0] or cached > tokens:
@@ -475,27 +477,29 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundi
         from_tiers = (cached, 0, 0, 0)
     # The last token is computed even if the whole prompt is cached.
     computed = max(tokens - cached, 1)
-    queue = queued_tokens * costs.prefill + queued_pairs * costs.attention
-    waited = max(queue, memory)
-    compute = costs.compute(computed, tokens - computed)
-    decoding, behind, ageing, coming = float(running), queued + around.coming, 0.0, 0.0
+    prefill, attention = costs.prefill, costs.attention
+    queue = queued_tokens * prefill + queued_pairs * attention
+    compute = prefill * computed + attention * pairs(computed, tokens - computed)
+    to_come, wait, shortest, following, filling = around
+    decoding, behind, ageing, coming = float(running), queued + to_come, 0.0, 0.0
     if queued:
         # When its turn comes, some of those that decode now have ended, and of those that wait now some decode.
         steps = queued_tokens / costs.step_tokens
+        output = candidate.output
         left = math.exp(-steps / output)
         decoding = running * left + (queued * (1 - left) * output / steps if steps else queued)
     if queue:
-        age = queue / (around.wait + costs.compute(tokens, 0))
+        age = queue / (wait + (prefill * tokens + attention * pairs(tokens, 0)))
         behind *= 1 + age * age
         ageing = queue * age * age / 3
-    if queue < around.following and queue <= around.shortest:
-        gap = around.following - queue
+    if queue < following and queue <= shortest:
+        gap = following - queue
         left = max(gap - load - compute, 0.0)
-        coming = around.filling * (gap * gap - left * left) / 2
+        coming = filling * (gap * gap - left * left) / 2
     return CostEstimate(
         name,
         queue,
-        waited - queue,
+        memory - queue if memory > queue else 0.0,
         load,
         compute,
         costs.interference(queued_tokens + computed, running) if running else 0.0,
@@ -506,7 +510,7 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundi
         from_tiers,
         "",
         behind,
-        weight * decoding,
+        candidate.decode_weight * decoding,
         ageing,
         coming,
     )

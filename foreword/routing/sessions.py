@@ -37,8 +37,8 @@ class SessionTable:
     contains the last full block of an earlier prompt continues that conversation. The block must lie in the second half of
     the prompt, because a short common part is only a shared system prompt.
 
-    A session takes 18 bytes, which the table has from the start: it does not grow. A name has 16 slots, from a hash of 64 bits
-    whose seed is the process's own; the session that was recorded longest ago leaves its slot for another.
+    A session takes up to 22 bytes, which the table has from the start: it does not grow. A name has 16 slots, from a hash of 64
+    bits whose seed is the process's own; the session that was recorded longest ago leaves its slot for another.
 
     Raises ConfigError for a size or TTL that is not positive.
     """
@@ -51,6 +51,8 @@ class SessionTable:
         self._sets = -(-size // self._ways)
         self.size = self._ways * self._sets
         self._names = array("Q", bytes(8 * self.size))  # hashes
+        # Names by the last bits of their hashes: most blocks of a prompt are no name, which one look here tells.
+        self._counts = array("H", bytes(2 << self.size.bit_length()))
         self._expires = array("d", bytes(8 * self.size))
         self._places = array("H", bytes(2 * self.size))  # numbers in `_homes`
         # Places, by number and back; a place without sessions is free for another.
@@ -64,9 +66,9 @@ class SessionTable:
         """Where the session was served last, or without a session what the prompt continues."""
         if session is not None:
             return self._find(session, now)
-        count = len(keys)
+        count, counts, mask = len(keys), self._counts, len(self._counts) - 1
         for i in range(count - 1, max((count + 1) // 2 - 1, count - _SEARCHED, 0) - 1, -1):
-            if (found := self._find(keys[i], now)) is not None:
+            if counts[hash(keys[i]) & mask] and (found := self._find(keys[i], now)) is not None:
                 return found._replace(blocks=i + 1)
         return None
 
@@ -86,7 +88,8 @@ class SessionTable:
             slot = first + slots.index(_FREE)
         else:
             slot = min(range(first, first + self._ways), key=self._expires.__getitem__)
-        self._names[slot], self._expires[slot], self._places[slot] = hashed, now + self.ttl, number
+        self._name(slot, hashed)
+        self._expires[slot], self._places[slot] = now + self.ttl, number
 
     def remove_replica(self, replica: str) -> None:
         """A replica was removed. Of its sessions only the weights are remembered, if they are known."""
@@ -99,7 +102,7 @@ class SessionTable:
                 continue
             for slot in [slot for slot, place in enumerate(self._places) if place == number]:
                 if left is None:
-                    self._names[slot] = _FREE
+                    self._name(slot, _FREE)
                 else:
                     self._places[slot] = left
 
@@ -115,8 +118,16 @@ class SessionTable:
         if instead > _MOST_PLACES:  # replicas and weights of a lifetime: begin again
             self._homes, self._numbers, instead = [None], {}, 0
             self._names = array("Q", bytes(8 * self.size))
+            self._counts = array("H", bytes(2 * len(self._counts)))
         self._homes[instead], self._numbers[home] = home, instead
         return instead
+
+    def _name(self, slot: int, hashed: int) -> None:
+        """Give a slot to a name."""
+        counts, mask = self._counts, len(self._counts) - 1
+        counts[self._names[slot] & mask] -= self._names[slot] != _FREE
+        counts[hashed & mask] += hashed != _FREE
+        self._names[slot] = hashed
 
     def _hashed(self, name: str | bytes) -> tuple[int, int]:
         """The hash of a name, which is not `_FREE`, and its first slot."""
@@ -130,6 +141,6 @@ class SessionTable:
             return None
         slot = first + slots.index(hashed)
         if self._expires[slot] <= now:
-            self._names[slot] = _FREE
+            self._name(slot, _FREE)
             return None
         return self._homes[self._places[slot]]

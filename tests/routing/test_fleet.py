@@ -466,6 +466,28 @@ def test_sessions_are_bounded_and_expire() -> None:
         SessionTable(size=0)
 
 
+def test_a_prompt_is_found_by_its_last_block_exactly_while_that_is_known() -> None:
+    """A seeded walk: sessions are recorded, displaced, expire and lose their replicas. A prompt continues one exactly if a
+    session of that name would be found."""
+    draw = random.Random(7)
+    sessions, names = SessionTable(size=48, ttl=60.0), keys_of_blocks(160)
+    found = 0
+    for step in range(4000):
+        now, name = float(step), draw.choice(names)
+        if draw.random() < 0.5:
+            sessions.record(None, (draw.choice(names), name), draw.choice("abc"), now, draw.choice(("", "weights")))
+        elif draw.random() < 0.01:
+            sessions.remove_replica(draw.choice("abc"))
+        by_name = sessions.find(name, (), now)  # type: ignore[arg-type]
+        assert sessions.find(None, (name,), now) == (by_name and by_name._replace(blocks=1))
+        found += by_name is not None
+    assert 500 < found < 3500
+
+
+def keys_of_blocks(count: int) -> list[bytes]:
+    return chain_keys(ROOT, range(count * BLOCK), BLOCK)
+
+
 def test_a_new_replica_gets_typical_costs() -> None:
     """The others turned out to be a hundred times faster than the default costs. A new replica is estimated with
     their costs."""
