@@ -599,8 +599,7 @@ def _candidate(
     decode_weight: float,
     filling: float,
 ) -> Candidate:
-    load, costs, capacity = replica.load, replica.costs(now), replica.capacity_tokens
-    tokens, pairs = NO_WORK
+    load, costs, capacity, (tokens, pairs) = replica.load, replica.costs(now), replica.capacity_tokens, NO_WORK
     if load.waiting:
         late = load.lateness(now, costs, len(load.running))
         # A head that waits for memory says nothing about how fast the replica is.

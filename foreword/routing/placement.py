@@ -445,8 +445,7 @@ def surroundings(candidates: Sequence[Candidate]) -> Surroundings:
     queues: list[float] = []
     for one in candidates:
         if not one.excluded:
-            like, filling, seconds = one.stands_for, one.filling, 0.0
-            weight += like
+            weight, filling, seconds = weight + (like := one.stands_for), one.filling, 0.0
             if one.queued:
                 logarithms += like * math.log1p(one.queued)
                 seconds = one.costs.compute_pairs(one.queued_tokens, one.queued_pairs)
@@ -484,8 +483,7 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundi
     decoding, behind, ageing, coming = float(running), queued + to_come, 0.0, 0.0
     if queued:
         # When its turn comes, some of those that decode now have ended, and of those that wait now some decode.
-        steps = queued_tokens / costs.step_tokens
-        output = candidate.output
+        steps, output = queued_tokens / costs.step_tokens, candidate.output
         left = math.exp(-steps / output)
         decoding = running * left + (queued * (1 - left) * output / steps if steps else queued)
     if queue:

@@ -117,8 +117,7 @@ class SessionTable:
             self._homes.append(None)
         if instead > _MOST_PLACES:  # replicas and weights of a lifetime: begin again
             self._homes, self._numbers, instead = [None], {}, 0
-            self._names = array("Q", bytes(8 * self.size))
-            self._counts = array("H", bytes(2 * len(self._counts)))
+            self._names, self._counts = array("Q", bytes(8 * self.size)), array("H", bytes(2 * len(self._counts)))
         self._homes[instead], self._numbers[home] = home, instead
         return instead
 

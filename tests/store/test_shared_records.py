@@ -21,6 +21,7 @@ from foreword.blocks.salt import Salt
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRecord, StoreConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import forget_tenant
+from foreword.prefixes.lease_records import remove_expired
 from foreword.store import shared_records
 from foreword.store.base import record_tenant
 from foreword.store.data_keys import DataKeys
@@ -203,7 +204,7 @@ def test_what_cannot_be_read_stays(name: str, stack: ExitStack, tmp_path: Path) 
         value = msgspec.structs.replace(value, clock=clock_id(), ends_at=time.monotonic() - 1.0)
     records.put(key, value)
     SharedRecords(TieredStore([records._store.tiers[0].store]), KINDS[name]).remove(key)
-    for call in (records.scan, lambda: records.get(key), lambda: records.expire(key)):
+    for call in (records.scan, lambda: records.get(key), lambda: remove_expired(records, key)):
         flaky.fail_next()
         with pytest.raises(StoreError):
             call()
@@ -249,9 +250,9 @@ def test_an_end(name: str, stack: ExitStack, tmp_path: Path) -> None:
     found = records.scan()
     assert (found.values, found.expired) == ({}, {key: value})
     records.put(key, renewed)
-    assert records.expire(key) == renewed and records.get(key) == renewed
+    assert remove_expired(records, key) == renewed and records.get(key) == renewed
     records.put(key, value)
-    assert records.expire(key) is None and records.get(key) is None and records.expire(key) is None
+    assert remove_expired(records, key) is None and records.get(key) is None and remove_expired(records, key) is None
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -274,12 +275,12 @@ def test_only_time_that_was_seen_ends_what_others_wrote(
     assert there.scan().values == {key: value} and 0 < here.left(key, value) <= 0.25 * LASTS[name] + 1
     passed[0] += 0.5 * LASTS[name]
     assert there.scan().values == {key: value} == here.scan().expired, "each has its own count"
-    assert there.expire(key) == value, "seen there for half of its time"
+    assert remove_expired(there, key) == value, "seen there for half of its time"
     renewed = msgspec.structs.replace(value, ends_at=6.0)
     there.put(key, renewed)
-    assert here.expire(key) == renewed and here.scan().values == {key: renewed}
+    assert remove_expired(here, key) == renewed and here.scan().values == {key: renewed}
     passed[0] += 1.25 * LASTS[name]
-    assert here.expire(key) is None and there.scan().keys == set()
+    assert remove_expired(here, key) is None and there.scan().keys == set()
 
 
 def test_no_end() -> None:
