@@ -3,6 +3,7 @@ are. The device's streams run as late, and in as odd an order, as CUDA allows (l
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -151,7 +152,7 @@ class Planted(DeviceCopies):
         self.to_host(SAVE, slots)
         self.note(slots, self._queues.record(SAVE))
 
-    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None) -> None:
+    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None, until: float = math.inf) -> None:
         for slot in slots:
             self.wait(slot)
         self.to_device(LOAD, slots)
@@ -255,14 +256,14 @@ class WaitsOnceForAll(Planted):
 
 
 class LoadsWhatIsBeingSaved(Planted):
-    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None) -> None:
+    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None, until: float = math.inf) -> None:
         self.to_device(LOAD, slots)
         self.after(LOAD, mark)
         self.scatter(LOAD, group, units, slots)
 
 
 class LoadWaitsForAnotherSlot(Planted):
-    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None) -> None:
+    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None, until: float = math.inf) -> None:
         self.wait((slots[0] + 1) % SLOTS)
         LoadsWhatIsBeingSaved.load(self, group, slots, units, mark)  # type: ignore[arg-type]
 
@@ -295,8 +296,8 @@ class MarkOfTheFirstLoad(Planted):
 
 
 class MarkAfterTheScatter(Planted):
-    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None) -> None:
-        super().load(group, slots, units, None)
+    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None, until: float = math.inf) -> None:
+        super().load(group, slots, units, None, until)
         self.after(LOAD, mark)
 
 
@@ -341,7 +342,7 @@ class ScatterOnTheStreamOfTheModel(Planted):
 
 
 class ScatterBeforeTheCopy(Planted):
-    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None) -> None:
+    def load(self, group: int, slots: Sequence[int], units: Any, mark: Event | None, until: float = math.inf) -> None:
         for slot in slots:
             self.wait(slot)
         self.after(LOAD, mark)

@@ -35,6 +35,7 @@ import foreword.offload.ring
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
 from foreword.engine.engine_stores import EngineStores
+from foreword.errors import StoreTimeout
 from foreword.offload import numa
 from foreword.offload.device import Stream
 from foreword.offload.device_checksum import DeviceChecksums
@@ -42,7 +43,7 @@ from foreword.offload.lent_share import LentShare
 from foreword.offload.pinned import PinnedMemory, allocated
 from foreword.offload.staging import StagingArena
 from foreword.store import frame as frames_module
-from foreword.store.frame import RAW, Header, check, seal
+from foreword.store.frame import HEADER_BYTES, RAW, Header, check, seal
 from foreword.store.memory import memory_store
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
@@ -339,15 +340,139 @@ def test_an_erasure_beside_a_save(direct: Make, when: str) -> None:
         assert store.present(names_of_chain(7, 4), deadline=soon()) == [False] * 4
 
 
-def test_saves_of_a_ring_that_is_closed(direct: Make) -> None:
-    """Blocks that were taken before the ring is closed, and are not copied, count as failed, and no call finds them."""
-    engine = direct()
-    with engine.offload.saving():
+def test_saves_that_the_device_refuses(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks whose copies cannot be queued count as failed, no call finds them, and their slots are free."""
+    engine = direct(tier_blocks=4)
+    monkeypatch.setattr(engine.offload._direct.ring, "_save_piece", lambda *given: 1 // 0)  # type: ignore[union-attr]
+    with pytest.raises(ZeroDivisionError), engine.offload.saving():
         assert engine.save(7, range(4)) == 4
-        engine.offload._direct.ring.close()
     assert engine.offload.flush(60)
     assert (engine.offload.status().saved, engine.offload.status().failed) == (0, 4)
     assert engine.memory.present(names_of_chain(7, 4), deadline=soon()) == [False] * 4
+    monkeypatch.undo()
+    small_pieces(monkeypatch)
+    assert engine.save(8, range(4)) == 4 and engine.offload.flush(60)
+
+
+def test_a_tier_that_reserves_nothing(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it fails, its blocks take the way through the staging arena, and further tiers get them."""
+    behind = MemoryStore(1 << 20, label="behind")
+    engine = direct(behind=[behind])
+
+    def late(*given: Any, **options: Any) -> None:
+        raise StoreTimeout("late")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.memory, "reserve", late)
+        engine.store(7, 4)
+    assert behind.lookup(names_of_chain(7, 4), deadline=soon()) == 4
+    assert (engine.offload.status().saved, engine.offload.status().failed) == (4, 0)
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(7, range(4))) == 4 and engine.values(range(4)) == [7] * 4
+
+
+def test_blocks_that_are_saved_twice_in_a_step(direct: Make) -> None:
+    """By two requests: the second finds their slots being written. None counts as failed, and none goes through staging."""
+    behind = MemoryStore(1 << 20, label="behind")
+    engine = direct(behind=[behind])
+    before = engine.offload.stamp
+    with engine.offload.saving():
+        assert engine.save(7, range(4)) == 4
+        assert engine.save(7, range(4, 10)) == 6
+    assert engine.offload._writer.queued == 0
+    assert engine.save(7, range(10, 16)) == 6  # those may be on their way still
+    assert engine.offload.flush(60)
+    assert (engine.offload.status().saved, engine.offload.status().failed) == (16, 0)
+    assert behind.lookup(names_of_chain(7, 6), deadline=soon()) == 6 and engine.offload.stamp == before
+
+
+def test_an_error_behind_what_is_published(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that memory has are counted once, whatever fails on their way to further tiers."""
+    engine = direct(behind=[MemoryStore(1 << 20, label="behind")])
+    monkeypatch.setattr(engine.offload._writer, "add_lent", lambda *given: 1 // 0)
+    with engine.offload.saving():
+        assert engine.save(7, range(4)) == 4 and engine.save(8, range(4, 8)) == 4
+    assert engine.offload.flush(60)
+    assert (engine.offload.status().saved, engine.offload.status().failed) == (8, 0)
+    assert engine.memory.lookup(names_of_chain(8, 4), deadline=soon()) == 4
+
+
+def test_what_fails_changes_the_stamp(direct: Make) -> None:
+    """Also where nothing was queued: a tenant has used up its quota."""
+    engine = direct(memory=MemoryStore(16 * FRAME, slot_bytes=FRAME, tenant_quota=0.25))
+    engine.store(7, 4)
+    assert engine.memory.pin(names_of_chain(7, 4), deadline=soon()) == 4
+    before = engine.offload.stamp
+    assert engine.save(8, range(6)) == 6 and engine.offload.status().failed == 6
+    assert engine.offload.stamp != before
+
+
+@pytest.mark.parametrize("longer", [3, 6])
+def test_slots_that_grow_later(direct: Make, caplog: pytest.LogCaptureFixture, longer: int) -> None:
+    """A longer frame of somebody else makes the tier's slots longer than pieces of the ring: blocks take the other way."""
+    engine = direct(memory=MemoryStore(64 * FRAME))
+    engine.store(7, 4)
+    big = foreword.offload.direct_tier._made_up(longer * FRAME)
+    frame = seal(big, memoryview(bytearray(longer * FRAME + HEADER_BYTES)))
+    assert engine.memory.put([frame], deadline=soon()) == 1
+    for number in range(4):
+        header = Header(*_parts(5, number), number, RAW, BYTES, BYTES)
+        buffer = memoryview(bytearray(FRAME))
+        buffer[:BYTES] = bytes([5]) * BYTES
+        engine.memory.put([seal(header, buffer)], deadline=soon())
+    assert engine.await_load(engine.load(5, range(4))) == 4 and engine.values(range(4)) == [5] * 4
+    engine.store(8, 4)
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(8, range(4))) == 4 and engine.values(range(4)) == [8] * 4
+    assert engine.offload.status().saved == 8 and not engine.offload.status().failed
+    assert "larger than a piece of the ring" in engine.offload.direct_state and "staging arena" in caplog.text
+
+
+# Pieces of the ring, for blocks that take the other way
+
+
+def test_a_load_that_cannot_be_planned_keeps_no_piece(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when no memory can be page-locked: the next load finds a piece."""
+    engine = direct()
+    ring: Any = engine.offload._direct.ring  # type: ignore[union-attr]
+    with monkeypatch.context() as patched:
+        patched.setattr(ring, "plan_load", lambda *given, **options: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.staging.scatter([0], [0])
+    assert not ring.loading
+
+
+def test_a_load_that_finds_no_piece_ends(monkeypatch: pytest.MonkeyPatch, direct: Make) -> None:
+    """At its deadline: copies of others have all pieces."""
+    behind = MemoryStore(1 << 20, label="behind")
+    engine = direct(behind=[behind])
+    engine.store(7, 4)
+    engine.memory.delete(names_of_chain(7, 4), deadline=soon())
+    ring: Any = engine.offload._direct.ring  # type: ignore[union-attr]
+    pieces = [ring.wait_for(soon()) for _ in range(3)]
+    monkeypatch.setattr(engine.offload, "_load_timeout", 0.1)
+    load: Any = engine.load(7, range(4))
+    with pytest.raises(StoreTimeout):
+        load.task.result(60)
+    assert load.done and not load.copying and not load.loaded
+    for one in pieces:
+        ring.give(one)
+    monkeypatch.setattr(engine.offload, "_load_timeout", 60.0)
+    assert engine.await_load(engine.load(7, range(4))) == 4
+
+
+def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without direct copies, where the first save finds no memory: the error is raised, and no slot of the arena is lost."""
+    engine = DirectEngine(memory=FlakyStore(MemoryStore(1 << 20)))
+    try:
+        for _ in range(3):
+            with monkeypatch.context() as patched:
+                patched.setattr(engine.staging, "gather", lambda *given: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
+                    engine.save(7, range(4))
+        engine.store(7, 4)
+    finally:
+        engine.close()
 
 
 # Where the device is not used
@@ -399,7 +524,9 @@ def test_the_other_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         engine.store(7, 4)
         engine.blocks.zero_()
         assert engine.await_load(engine.load(7, range(4))) == 4 and engine.values(range(4)) == [7] * 4
-        assert engine.staging._on_device._mirror is not None  # type: ignore[union-attr]
+        # The ring has all memory of the device that it ever takes: later there may be none.
+        mirror = engine.staging._on_device._mirror  # type: ignore[union-attr]
+        assert (mirror is None) == (engine.offload._direct is not None) == how.startswith("it ")
     finally:
         engine.close()
 
@@ -561,6 +688,52 @@ def test_memory_that_may_not_be_moved(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert not direct.usable and "cannot be page-locked: operation not permitted" in caplog.text
     engine.store(7, 4)
     assert memory.lookup([header.name], deadline=soon()) == 1 and memory.status().blocks == 5
+    engine.close()
+
+
+@pytest.mark.parametrize("call", ["place", "lock", "allocate", "move_to"])
+def test_a_driver_whose_calls_fail(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    """With whatever error: one line says why blocks go through the staging arena, or they go straight if it does not matter."""
+    small_pieces(monkeypatch)
+    caplog.set_level(logging.INFO, "foreword.offload")
+    locks = Locks(refused=1 << 40 if call == "place" else 0, gives=True)
+    locked_by(monkeypatch, locks)
+    memory = MemoryStore(16 * FRAME, slot_bytes=FRAME)
+
+    def fail(*given: Any) -> Any:
+        raise OSError("libcuda.so.1: cannot open")
+
+    monkeypatch.setattr(memory if call == "move_to" else locks, call, fail)
+    engine = DirectEngine(memory=memory)
+    direct: Any = engine.offload._direct
+    direct._pinned._thread.join(60)
+    assert "OSError: libcuda.so.1" in caplog.text
+    assert bool(engine.offload.direct_state == "on") == (call in ("place", "lock"))
+    engine.store(7, 4)
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(7, range(4))) == 4 and engine.values(range(4)) == [7] * 4
+    engine.close()
+
+
+def test_memory_is_not_allocated_while_a_block_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There are not two of a tier's size in the meantime; the log says what was in the way."""
+    small_pieces(monkeypatch)
+    monkeypatch.setattr(foreword.offload.pinned, "_PATIENCE", 0.0)
+    locks = Locks(refused=0, gives=True)
+    locked_by(monkeypatch, locks)
+    monkeypatch.setattr(locks, "allocate", lambda size: pytest.fail("too early"))
+    memory = MemoryStore(16 * FRAME, slot_bytes=FRAME)
+    header = Header(*_parts(5, 0), 0, RAW, BYTES, BYTES)
+    memory.put([seal(header, memoryview(bytearray(FRAME)))], deadline=soon())
+    assert memory.pin([header.name], deadline=soon()) == 1
+    engine = DirectEngine(memory=memory)
+    direct: Any = engine.offload._direct
+    direct._pinned._thread.join(60)
+    assert "operation not permitted" in caplog.text and "a block is pinned" in caplog.text
     engine.close()
 
 

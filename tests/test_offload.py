@@ -369,17 +369,16 @@ def test_reads_that_would_read_nothing() -> None:
 
 
 @pytest.mark.parametrize(("slots", "longer", "taken"), [(32, 1, 8), (32, 3, 8), (3, 1, 1)])
-def test_a_large_read_that_hangs_takes_few_slots(slots: int, longer: int, taken: int) -> None:
-    """A read has at most a quarter of a faster tier's slots, or one, however long they are: the others take other blocks while
-    it hangs."""
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_large_read_that_hangs_takes_few_slots(slots: int, longer: int, taken: int, fixed: bool) -> None:
+    """A read, also the first, has at most a quarter of a faster tier's slots, or one, however long they are or become: the
+    others take other blocks while it hangs."""
     frames, others = make_frames(14, 32, 1000), make_frames(15, slots, 1000)
     size = longer * len(frames[0].data)
-    fast, slow = MemoryStore(slots * size, slot_bytes=size), FlakyStore(MemoryStore(1 << 20))
+    given: dict[str, int] = {"slot_bytes": size} if fixed else {"longest": size}
+    fast, slow = MemoryStore(slots * size, **given), FlakyStore(MemoryStore(1 << 20))
     put_all(slow, frames)
     with contextlib.closing(TieredStore([fast, slow])) as store:
-        first = read_into(store, 1, names_of(frames)[:1], [1000], deadline=soon(), before=())  # says how long slots are
-        assert first is not None
-        first.end(lambda *_: False)
         slow.stick()
         read = read_into(store, 1, names_of(frames), [1000] * 32, deadline=soon(0.1), before=())
         assert read is not None and len(read.reserved.slots) == taken

@@ -232,9 +232,9 @@ class DeviceCopies:
         """The work that the engine has queued so far. On its thread, when it hands blocks over to a load."""
         return self._queues.record(Stream.COMPUTE)
 
-    def load(self, group: int, slots: Sequence[int], units: Units, mark: Event | None) -> None:
-        """Queue the copy of slots into units, behind what this thread has queued before, and behind `mark` if there is one.
-        The slots must not change, nor the units be used, until `loaded` was waited for."""
+    def load(self, group: int, slots: Sequence[int], units: Units, mark: Event | None, until: float = math.inf) -> None:
+        """Queue the copy of slots into units, behind what this thread has queued, and `mark`. Slots must not change, nor units
+        be used, before the end of `loaded`. Raises StoreTimeout if others have all memory for copies `until` then."""
         for slot in slots:
             self.wait(slot)
         queues, mirror = self._queues, self.mirror()

@@ -20,7 +20,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -206,6 +207,7 @@ class DirectTier(DirectCopies):
         self._writer = writer
         self._share = LentShare(len(memory), _LENT_BYTES)
         self._waiting: list[_Save] = []
+        self._launched: list[_Save] = []  # changed under `_changed`, as the counts are
         self._pending = 0
         self._full = False
         self._changed = threading.Condition()
@@ -235,25 +237,30 @@ class DirectTier(DirectCopies):
             reason = "other blocks are where its memory is page-locked"
         except Exception as error:  # noqa: BLE001 - whatever a driver or compiler raises: blocks take the other way
             reason = f"the device failed: {type(error).__name__}: {error}"
-            with contextlib.suppress(Exception):  # what it began may use the memory
-                self.ring.loaded().synchronize()
-        self.usable = not reason
-        self.state = reason or "on"
+            self.ring.copy_by_torch()  # what failed may be the driver's call for copies
         if reason:
-            self.ring.close()
-            log.warning(
-                "blocks go through the staging arena, not directly between the device and %s: %s",
-                self.tier.label,
-                reason,
-            )
+            self._refuse(reason)
         else:
+            self.usable, self.state = True, "on"
             log.info("the device copies blocks directly to and from %s, and seals and checks them", self.tier.label)
         return self.usable
 
-    def _move(self, memory: memoryview) -> bool:
-        """Put other memory in place of the tier's, if no block is in use."""
+    def _refuse(self, reason: str) -> None:
+        """Blocks go through the staging arena from now on, and through the ring, which has all of the device's memory that they
+        need: at any later time an engine may have left none."""
+        self.usable, self.state = False, reason
+        log.warning(
+            "blocks go through the staging arena, not directly between the device and %s: %s", self.tier.label, reason
+        )
+
+    def _move(self, memory: memoryview | None) -> str:
+        """Put other memory in place of the tier's, if there is some. Returns what is in the way; "" if nothing is known."""
         store = self.tier.store
-        return isinstance(store, MemoryStore) and store.move_to(AllocatedArena(memory))
+        if not isinstance(store, MemoryStore):
+            return f"{self.tier.label} keeps its memory"
+        if store.status().pinned_bytes:
+            return "a block is pinned"
+        return "" if memory is None or store.move_to(AllocatedArena(memory)) else "blocks are in use"
 
     def _test(self) -> str:
         """Let the device seal and check frames in the tier's own memory. Returns what is wrong; "" if nothing is."""
@@ -263,7 +270,7 @@ class DirectTier(DirectCopies):
             try:
                 room = min(_TESTED, self.ring.piece_bytes // reserved.stride)
                 if not room or not self.ring.room(reserved.stride):
-                    return f"its slots of {reserved.stride} bytes are larger than a piece of the ring"
+                    return _too_long(reserved.stride)
                 if len(reserved.slots) < room:
                     return "the tier has no room for a test"
                 if not self._is_pinned(reserved.slots[:room], reserved.stride):
@@ -314,7 +321,9 @@ class DirectTier(DirectCopies):
 
     def save(self, units: Sequence[int], headers: Sequence[Header], tiers: Tiers, group: int) -> tuple[int, Tiers]:
         reserved = self.tier.reserve(headers, time.monotonic() + _CALL_SECONDS)
-        if not self._is_pinned(reserved.slots, reserved.stride):
+        if not self.ring.room(reserved.stride):  # slots have grown; they never shrink
+            self._refuse(_too_long(reserved.stride))
+        if not (self.usable and self._is_pinned(reserved.slots, reserved.stride)):
             self.tier.abandon(reserved)
             return 0, tiers
         others = tuple(tier for tier in tiers if tier != self.place)
@@ -327,12 +336,31 @@ class DirectTier(DirectCopies):
             # room; where there are none, these blocks are not given again.
             self.tier.abandon(reserved)
             self._full = False
-            self.failed += 0 if others else len(headers)
+            self._add(failed=0 if others else len(headers))
             return len(headers), others
+        if self._is_refused(headers[:done], reserved):
+            self.tier.abandon(reserved)
+            return 0, tiers
         self._full = done < len(headers)
         taken = np.asarray(units, np.int64)[np.asarray(reserved.positions, np.int64)]
         self._waiting.append(_Save(group, self._places(group, taken), headers[:done], reserved, others))
         return done, ()
+
+    def _is_refused(self, headers: Sequence[Header], reserved: ReservedSlots) -> bool:
+        """Whether one of the blocks has no slot, is not there, and is not on its way there: the tier has failed."""
+        if not reserved.full and len(reserved.slots) + reserved.present >= len(headers):
+            return False
+        # First those on their way: they are found before they are none of these any more.
+        with self._changed:
+            known = {one.name for save in (*self._waiting, *self._launched) for one in save.written}
+        known.update(headers[at].name for at in reserved.positions)
+        unknown = [one for one in headers if one.name not in known]
+        return bool(self._absent(unknown))
+
+    def _absent(self, headers: Sequence[Header]) -> int:
+        """How many of these blocks the tier does not have."""
+        names, until = [one.name for one in headers], time.monotonic() + _CALL_SECONDS
+        return self.tier.attempt(lambda: self.tier.store.present(names, deadline=until).count(False), len(names))
 
     def await_room(self, timeout: float) -> None:
         """Wait until `save` may find room, if it found none: for the copies in flight, or a moment for further tiers."""
@@ -346,28 +374,33 @@ class DirectTier(DirectCopies):
         event: Event | None = None
         try:
             for _, some in itertools.groupby(sorted(saves, key=lambda one: one.group), key=lambda one: one.group):
-                mine = [*some]
-                ended = self._launch_group(mine)
-                if ended is None and any(one.reserved.slots for one in mine):  # the ring was closed meanwhile
-                    self._abandon(mine)
-                    saves = [one for one in saves if one not in mine]
-                event = ended or event
+                event = self._launch_group([*some]) or event
         except BaseException:
             with contextlib.suppress(Exception):  # the error that is raised says more
                 self.ring.saved().synchronize()
             self._abandon(saves)
             raise
-        if not saves:
-            return
         with self._changed:
             self._pending += sum(len(one.headers) for one in saves)
+            self._launched += saves
         self._copies.put((saves, event if event is not None else self.ring.mark()))
 
-    def _abandon(self, saves: Sequence[_Save]) -> None:
+    def _abandon(self, saves: Iterable[_Save]) -> None:
         """Blocks are not in their slots."""
         for one in saves:
-            self.failed += len(one.headers)
             self.tier.abandon(one.reserved)
+            self._count(one, 0)
+
+    def _count(self, save: _Save, kept: int) -> None:
+        """The copies have ended, and so many of the blocks are found that had a slot: others may be there by another save."""
+        absent = len(save.headers) - kept - save.reserved.present
+        absent = max(absent, 0) and self._absent(save.headers)
+        self._add(saved=len(save.headers) - absent, failed=absent)
+
+    def _add(self, *, saved: int = 0, failed: int = 0) -> None:
+        with self._changed:  # the engine's thread counts, too
+            self.saved += saved
+            self.failed += failed
 
     def _launch_group(self, saves: Sequence[_Save]) -> Event | None:
         """Queue the copies of one group's blocks, a piece of the ring at a time. Returns the end of the last."""
@@ -390,23 +423,26 @@ class DirectTier(DirectCopies):
     def _run(self) -> None:
         while (taken := self._copies.get()) is not None:
             saves, event = taken
+            left = deque(saves)
             try:
                 event.synchronize()
+                while left:
+                    seconds = time.monotonic() - left[0].began
+                    kept = self.tier.publish(left[0].reserved, left[0].written, seconds)
+                    self._count(left.popleft(), kept)
                 for one in saves:
-                    self._publish(one)
+                    self._write_further(one)
             except Exception:  # a device's error has many types; the next ones fail by themselves
-                log.exception("%s: blocks were not saved", self.tier.label)
-                self._abandon(saves)
+                log.exception("%s: blocks were not saved, or not in all tiers", self.tier.label)
+                self._abandon(left)
             finally:
                 with self._changed:
                     self._pending -= sum(len(one.headers) for one in saves)
+                    self._launched = [one for one in self._launched if one not in saves]
                     self._changed.notify_all()
 
-    def _publish(self, save: _Save) -> None:
-        """Blocks are in their slots: let them be found, and written to further tiers."""
-        kept = self.tier.publish(save.reserved, save.written, time.monotonic() - save.began) + save.reserved.present
-        self.saved += min(kept, len(save.headers))
-        self.failed += max(len(save.headers) - kept, 0)
+    def _write_further(self, save: _Save) -> None:
+        """Blocks are found: let them be written to further tiers."""
         if not save.others or not save.headers:
             return
         with contextlib.ExitStack() as stack:
@@ -443,7 +479,10 @@ class DirectTier(DirectCopies):
         return self.ring.free
 
     def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[_TierLoad, None, None]:
-        stride = max(HEADER_BYTES + max(self.ring.block_bytes), 0 if self._memory is None else self._memory.stride)
+        with self.tier.borrow([], time.monotonic() + _CALL_SECONDS) as loan:
+            stride = max(HEADER_BYTES + max(self.ring.block_bytes), loan.stride)
+        if stride > self.ring.piece_bytes:
+            return
         count = self._share.take(count, stride, self.ring.piece_bytes // stride)
         end = done + count
         give = partial(self._share.give, count, stride)
@@ -559,6 +598,10 @@ def _through(ring: DeviceRing, staging: StagingArena, arena: torch.Tensor) -> De
 def is_cuda(device: torch.device) -> bool:
     """Whether only page-locked memory is copied at full speed, and beside the thread."""
     return device.type == "cuda"
+
+
+def _too_long(stride: int) -> str:
+    return f"its slots of {stride} bytes are larger than a piece of the ring"
 
 
 def _made_up(size: int) -> Header:

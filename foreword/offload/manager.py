@@ -211,7 +211,7 @@ class OffloadManager:
         frame_bytes = self._staging.frame_bytes
         done, requested = 0, len(store_load.blocks)
         while done < requested and not store_load.finished:
-            known = done > 0 or self._is_rate_known(store_load)
+            known = done > 0 or bool(self.store.tiers[store_load.places[0]].read_rate.value)
             size = self._group_bytes if known else _PROBE_BYTES
             count = min(max(size // frame_bytes, 1), requested - done, self._staging.slots // 4 or 1)
             patience = max(PATIENCE * compute, MIN_PATIENCE)
@@ -219,9 +219,8 @@ class OffloadManager:
             if directly := self._load_direct(store_load, done, deadline, queued, known=known):
                 done += directly
                 continue
-            loaded = self._load_lent(store_load, done, count, deadline) or self._load_through(
-                store_load, done, count, deadline
-            )
+            part = store_load, done, count, deadline
+            loaded = self._load_lent(*part) or self._load_through(*part)
             if not loaded:
                 slots = self._slots_to_load(store_load, count, deadline, queued)
                 loaded = self._load_group(store_load, done, slots, deadline, queued) if slots is not None else 0
@@ -305,10 +304,6 @@ class OffloadManager:
                 else:
                     self._loading_slots.give(oldest.slots)
 
-    def _is_rate_known(self, store_load: StoreLoad) -> bool:
-        """Whether the read rate of the first block's tier is known."""
-        return bool(self.store.tiers[store_load.places[0]].read_rate.value)
-
     def _load_lent(self, store_load: StoreLoad, done: int, count: int, deadline: float) -> int:
         """Load up to `count` blocks straight from the memory of their tier, up to the first that is not there or not sound, and
         return how many were loaded. None from tiers that lend no memory, or have faster ones, and into devices."""
@@ -381,13 +376,13 @@ class OffloadManager:
     ) -> Event | None:
         """Copy the payloads of `slots`, by default of the staging arena, into the device blocks from number `done` on, or queue
         that. Returns the end of the copy; None if it is complete."""
-        low = 0
+        low, until = 0, store_load.deadline
         mark = None if done else store_load.mark
         try:
             for group, members in itertools.groupby(groups[: len(slots)]):
                 high = low + len(list(members))
                 blocks = store_load.blocks[done + low : done + high]
-                self._staging.start_scatter(slots[low:high], blocks, group, mark=mark, lent=lent)
+                self._staging.start_scatter(slots[low:high], blocks, group, mark=mark, lent=lent, until=until)
                 low, mark = high, None
         except BaseException:
             try:
@@ -522,12 +517,16 @@ class OffloadManager:
 
     def _gather(self, waiting: Sequence[tuple[int, Sequence[int], WriteBatch]]) -> None:
         """Copy units of groups into their slots, and queue them."""
-        if self._direct is not None:
-            self._direct.launch()
-        for group in {number for number, _, _ in waiting}:
-            mine = [(units, queued.slots) for number, units, queued in waiting if number == group]
-            units, slots = (list(itertools.chain.from_iterable(some)) for some in zip(*mine, strict=True))
-            self._staging.gather(units, slots, group)
+        try:
+            if self._direct is not None:
+                self._direct.launch()
+            for group in {number for number, _, _ in waiting}:
+                mine = [(units, queued.slots) for number, units, queued in waiting if number == group]
+                units, slots = (list(itertools.chain.from_iterable(some)) for some in zip(*mine, strict=True))
+                self._staging.gather(units, slots, group)
+        except BaseException:
+            self._saving_slots.give(slot for _, _, queued in waiting for slot in queued.slots)
+            raise
         self._writer.add([queued for _, _, queued in waiting])
 
     def _headers(self, root: bytes, keys: Sequence[bytes], parent: bytes, depth: int, group: int) -> list[Header]:
@@ -621,8 +620,8 @@ class OffloadManager:
     @property
     def stamp(self) -> tuple[int, ...]:
         """Differs from before if a count of blocks or loads has changed. It is quicker than `status`."""
-        writer = self._writer
-        return self.queued, self._dropped, writer.dropped, writer.dropped_promotions, *self._counts.values()
+        writer, failed = self._writer, [one.failed for one in (self._writer, self._direct) if one is not None]
+        return self.queued, self._dropped, *failed, writer.dropped, writer.dropped_promotions, *self._counts.values()
 
     def status(self) -> OffloadStatus:
         direct = self._direct

@@ -8,7 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
@@ -16,6 +17,7 @@ from foreword.offload import numa
 from foreword.store.background import background_thread
 from foreword.store.memory.memory_store import MemoryArena
 
+Result = TypeVar("Result")
 log = logging.getLogger("foreword.offload")
 PIN_BYTES: Final = 256 << 20
 _PINNING_NICE: Final = 10
@@ -104,13 +106,23 @@ def allocated(size: int, driver: Any) -> memoryview | None:
     return memoryview(memory).cast("B")
 
 
+def _tried(call: Callable[[], Result]) -> tuple[Result | None, str]:
+    """The result of a call of a driver; else None, and how it has failed."""
+    try:
+        return call(), ""
+    except Exception as error:  # noqa: BLE001 - drivers and libraries raise what they like
+        return None, f"{type(error).__name__}: {error}"
+
+
 class PinnedMemory:
     """Memory that a thread page-locks from start to end.
 
     Args:
         memory: keeps the memory mapped until it is released.
-        ready: called on the thread after each piece until it says True; False ends it, and releases the memory.
-        move: takes other memory in its place, or says that it cannot now. It is called if the first piece is refused.
+        ready: called on the thread after each piece until it says True; False ends it, and releases the memory. It is called
+            where memory is refused or a call fails, too.
+        move: takes other memory in its place, and says what is in the way; "" if nothing is. With None it only says that. It is
+            called if the first piece is refused.
 
     Attributes:
         size: of all.
@@ -126,7 +138,7 @@ class PinnedMemory:
         size: int,
         pinning: Pinning,
         ready: Callable[[], bool | None],
-        move: Callable[[memoryview], bool] = lambda memory: False,
+        move: Callable[[memoryview | None], str] = lambda memory: "it stays where it is",
         piece: int = PIN_BYTES,
     ) -> None:
         self.end = 0
@@ -145,14 +157,20 @@ class PinnedMemory:
 
     def _run(self) -> None:
         ready: bool | None = None
-        self._pinning.place(self._address, self.size)
+        _, failed = _tried(partial(self._pinning.place, self._address, self.size))
+        if failed:
+            log.warning("the memory tier may be far from the device: %s", failed)
         while self.end < self.size and not self._stopped.is_set() and ready is not False:
             size = min(self._piece, self.size - self.end)
-            refused = self._pinning.lock(self._address + self.end, size)
-            if refused is not None and not self.end and self._allocate(refused):
-                ready = self._ready()
-                break
-            if refused is not None:
+            refused, failed = _tried(partial(self._pinning.lock, self._address + self.end, size))
+            refused = refused or failed
+            if refused and not self.end:
+                held = self._allocate(refused)
+                if not held:
+                    ready = self._ready()
+                    break
+                refused += f"; and no other memory can take its place: {held}"
+            if refused:
                 self.refused = refused
                 if ready:
                     log.warning(
@@ -167,18 +185,27 @@ class PinnedMemory:
         if ready is False:
             self._release()
 
-    def _allocate(self, refused: str) -> bool:
-        """Put memory in its place that is allocated page-locked, as where a system refuses to page-lock what there is."""
-        memory = self._pinning.allocate(self.size)
-        if memory is None:
-            return False
+    def _allocate(self, refused: str) -> str:
+        """Put memory in its place that is allocated page-locked, as where a system refuses to page-lock what there is. Returns
+        why not; "" if it was done."""
         until = time.monotonic() + _PATIENCE
-        while not self._move(memory):
-            if time.monotonic() > until or self._stopped.wait(_PAUSE):
-                return False
+        if held := self._await_move(None, until):  # before there are two of its size
+            return held
+        memory, failed = _tried(partial(self._pinning.allocate, self.size))
+        if memory is None:
+            return failed or "none is given"
+        if held := self._await_move(memory, until):
+            return held
         log.info("the memory tier's memory was allocated page-locked, as it could not be afterwards: %s", refused)
         self._memory, self.end, self.moved = memory, self.size, True
-        return True
+        return ""
+
+    def _await_move(self, memory: memoryview | None, until: float) -> str:
+        """Wait until nothing is in the way of a move. Returns what is in the end."""
+        while True:
+            held, failed = _tried(partial(self._move, memory))
+            if failed or not held or time.monotonic() > until or self._stopped.wait(_PAUSE):
+                return held or failed
 
     def close(self, timeout: float) -> bool:
         """Release the memory. Nothing copies any more. False if the thread does not end in time: the memory stays locked."""
@@ -191,5 +218,7 @@ class PinnedMemory:
 
     def _release(self) -> None:
         for offset in range(0, 0 if self.moved else self.end, self._piece):
-            self._pinning.unlock(self._address + offset)
+            _, failed = _tried(partial(self._pinning.unlock, self._address + offset))
+            if failed:
+                log.warning("memory stays page-locked: %s", failed)
         self.end, self._memory = 0, None

@@ -12,11 +12,12 @@ scatters the frames that have the right ones, and no others. Pieces are used aga
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
@@ -279,9 +280,6 @@ class DeviceRing:
         block_bytes: bytes of a payload, by group.
         piece_bytes: of a piece for loads; those for saves have half of it.
         copies: how pieces are copied to and from slots.
-
-    Attributes:
-        closed: it has no memory any more.
     """
 
     def __init__(
@@ -296,7 +294,6 @@ class DeviceRing:
         self.device = device
         self.block_bytes = tuple(block_bytes)
         self.piece_bytes = piece_bytes
-        self.closed = False
         self._tables = [PlaneTable.of(planes, device) for planes in groups]
         self._checksums = DeviceChecksums(device)
         self._queues = queues
@@ -329,11 +326,9 @@ class DeviceRing:
             units: int64 `[units, 3]`, the coordinates of each.
             headers: of the blocks; none: they are not sealed.
 
-        Returns the end of the copies; None, and nothing is queued, if the ring is closed.
+        Returns the end of the copies; None if there are no units.
         """
         pieces = self._saving
-        if not pieces:
-            return None
         room = self.room(memory.stride)
         batch = SaveBatch(group, units, headers, memory, memory.spans(slots, room), room)
         event: Event | None = None
@@ -391,12 +386,10 @@ class DeviceRing:
         return bool(self._free)
 
     def wait_for(self, deadline: float) -> Piece | None:
-        """A piece, or None if none is free until the deadline, or the ring is closed."""
+        """A piece, or None if none is free until the deadline."""
         with self._changed:
             left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-            if not self._free and not self._changed.wait_for(lambda: self._free or self.closed, left):
-                return None
-            if self.closed:
+            if not self._free and not self._changed.wait_for(lambda: self._free, left):
                 return None
             self._lent += 1
             return self._free.pop()
@@ -404,8 +397,7 @@ class DeviceRing:
     def give(self, piece: Piece) -> None:
         """Return a piece. No copy uses it any more."""
         with self._changed:
-            if not self.closed:
-                self._free.append(piece)
+            self._free.append(piece)
             self._lent -= 1
             self._changed.notify_all()
 
@@ -504,44 +496,43 @@ class DeviceRing:
         with self._changed:
             return self._lent > 0
 
-    def close(self) -> None:
-        """Give the device's memory back when no copy uses it; none begins any more."""
-        with self._changed:
-            self.closed = True
-            self._saving, self._free = [], []
-            self._changed.notify_all()
+    def copy_by_torch(self) -> None:
+        """Copy with no other calls than PyTorch's from now on."""
+        self._copies = torch_copies
 
-    # For a test at the start: all of it is done on return.
+    # For a test at the start: all of it is done on return, also if it fails, since other copies take the piece next.
 
     def reseal(self, size: int, headers: Sequence[Header], memory: TierMemory, slots: Sequence[int]) -> None:
         """Seal payloads of `size` bytes where they lie, in slots of a tier, on the device."""
-        piece, room = self._borrowed(), len(slots)
-        try:
+        room = len(slots)
+        with self._borrowed() as piece:
             group, units = self.block_bytes.index(size), np.zeros((len(slots), 3), np.int64)
             there = self.plan_load([(group, units, ())], memory, slots, checked=True)
             back = SaveBatch(group, units, headers, memory, memory.spans(slots, room), room)
             self._queues.submit(Stream.LOAD, partial(self._copy_and_check, there, 0, piece))
             self._queues.submit(Stream.LOAD, partial(self._seal_and_copy, back, 0, piece))
-            self.loaded().synchronize()
-        finally:
-            self.give(piece)
 
     def verdicts(self, size: int, names: Sequence[bytes], memory: TierMemory, slots: Sequence[int]) -> list[int]:
         """Check frames in slots of a tier on the device: 1 for each that is right, else 0."""
-        piece = self._borrowed()
-        try:
+        with self._borrowed() as piece:
             units = np.zeros((len(slots), 3), np.int64)
             batch = self.plan_load([(self.block_bytes.index(size), units, names)], memory, slots)
             self._queues.submit(Stream.LOAD, partial(self._copy_and_check, batch, 0, piece))
             self.loaded().synchronize()
             return [right for some in batch.found for right in some.tolist()]
-        finally:
-            self.give(piece)
 
-    def _borrowed(self) -> Piece:
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[Piece]:
+        """A piece, until what is queued meanwhile is done."""
         piece = self.wait_for(math.inf)
         assert piece is not None
-        return piece
+        try:
+            yield piece
+        finally:
+            try:
+                self.loaded().synchronize()
+            finally:
+                self.give(piece)
 
     def _places(self, units: Units, room: int) -> Tensor:
         """Units with their frames in pieces of so many."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from foreword.errors import StoreTimeout
 from foreword.offload.device import DeviceCopies, Event, Plane, Queues, Units, _Copy
 from foreword.offload.ring import PIECES_OF_A_LOAD, DeviceRing, Piece, TierMemory
 
 
 class RingCopies(DeviceCopies):
-    """`DeviceCopies` whose mirror is made only once the ring is closed. A thread that waits for a piece holds none."""
+    """`DeviceCopies` without a mirror. A thread that waits for a piece holds none."""
 
     def __init__(self, arena: Tensor, groups: Sequence[Sequence[Plane]], ring: DeviceRing, queues: Queues) -> None:
         super().__init__(arena, groups, ring.device, queues)
@@ -25,22 +26,17 @@ class RingCopies(DeviceCopies):
 
     def save(self, group: int, units: Units, slots: Sequence[int]) -> None:
         end = self._ring.save(group, units, (), self._memory, slots)
-        if end is None:
-            super().save(group, units, slots)
-        else:
+        if end is not None:
             self._saves.update(dict.fromkeys(slots, _Copy(end)))
 
-    def load(self, group: int, slots: Sequence[int], units: Units, mark: Event | None) -> None:
+    def load(self, group: int, slots: Sequence[int], units: Units, mark: Event | None, until: float = math.inf) -> None:
         for slot in slots:
             self.wait(slot)
         room = self._ring.piece_bytes // self._memory.stride
         for low in range(0, len(slots), room):
             part = slice(low, low + room)
-            piece = self._take()
-            if piece is None:
-                super().load(group, slots[low:], units[low:], mark)
-                return
             batch = self._ring.plan_load([(group, units[part], ())], self._memory, slots[part], checked=True)
+            piece = self._take(until)
             # Counted first: where queueing fails, the caller waits for what was queued.
             self._held.append(_Held(piece, self._ring))
             self._held[-1].end = self._ring.load(batch, 0, piece, mark).copied
@@ -57,15 +53,18 @@ class RingCopies(DeviceCopies):
         found: deque[_Held] = self._loading.held
         return found
 
-    def _take(self) -> Piece | None:
-        """A piece; None if the ring is closed."""
+    def _take(self, until: float) -> Piece:
+        """A piece. Raises StoreTimeout: the copies of other threads have all of them `until` then."""
         held, ring = self._held, self._ring
         while held:
             piece = ring.wait_for(0.0) if len(held) < PIECES_OF_A_LOAD else None
-            if piece is not None or ring.closed:
+            if piece is not None:
                 return piece
             held.popleft().release()
-        return ring.wait_for(math.inf)
+        piece = ring.wait_for(until)
+        if piece is None:
+            raise StoreTimeout("no piece of the device's memory is free")
+        return piece
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +79,7 @@ class _Held:
     def release(self) -> None:
         """Wait for the copy, and give the piece back."""
         try:
-            if self.end is not None:
-                self.end.synchronize()
+            (self.end or self.ring.loaded()).synchronize()
         finally:
             if not self.given:
                 self.given = True

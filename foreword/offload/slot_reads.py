@@ -66,30 +66,32 @@ class SlotRead:
         if self._late:  # the calls refer to what they do afterwards, and so to the slots
             self._late.pop().when_returned(partial(self.end, keeps))
             return
-        self._count_ended()
+        with _filling:
+            self.tier.filling.bytes -= self._bytes
+            self.tier.filling.late -= self._is_late
+            self._bytes, self._is_late = 0, False
         read = {index: one.header for index, one in enumerate(self.frames) if one is not None}
         headers, seconds = [*read.values()], time.monotonic() - self._began
         if not read or not keeps(headers, partial(self.tier.publish, self.reserved, headers, seconds, [*read])):
             self.tier.abandon(self.reserved)
 
-    def begin(self, sizes: Sequence[int]) -> int:
-        """For how many of the first blocks, given the bytes of their payloads, slots may be read into, and count these; 0 if
-        too many are read into already, or one of the reads is late."""
+    def begin(self, name: Name, sizes: Sequence[int], deadline: float) -> int:
+        """For how many of the first blocks, given the name of one and the bytes of their payloads, slots may be read into, and
+        count these; 0 if too many are read into already, or one of the reads is late."""
         filling, share = self.tier.filling, int(_SHARE * len(self.tier.store.memory or b""))
-        slot = max(HEADER_BYTES + max(sizes), filling.slot_bytes)
-        count = min(len(sizes), max(share // slot, 1))
+        with self.tier.borrow([], deadline) as loan:
+            slot, frame = loan.stride, HEADER_BYTES + max(sizes)
+        if slot < frame and not filling.late:  # a store that can makes its slots longer, by as much as it likes
+            longer = self.tier.reserve([UnreadBlock(name, name, max(sizes))], deadline, unread=True)
+            self.tier.abandon(longer)
+            slot = longer.stride
+        count, slot = min(len(sizes), max(share // slot, 1) if slot >= frame else 1), max(slot, frame)
         with _filling:
             if filling.late or (filling.bytes and filling.bytes + count * slot > share):
                 return 0
             self._bytes = count * slot
             filling.bytes += self._bytes
             return count
-
-    def _count_ended(self) -> None:
-        with _filling:
-            self.tier.filling.bytes -= self._bytes
-            self.tier.filling.late -= self._is_late
-            self._bytes, self._is_late = 0, False
 
 
 def read_into(
@@ -113,7 +115,7 @@ def read_into(
         return None
     until = next((until for index, until in store.turns(deadline) if index == tier), 0.0)
     read = SlotRead(faster[0], ReservedSlots())
-    if not until or not store.tiers[tier].answers or not (most := read.begin(sizes)):
+    if not until or not store.tiers[tier].answers or not (most := read.begin(names[0], sizes, deadline)):
         return None
     last = {name[:FINGERPRINT_BYTES]: name for name in before}  # of each layout
     blocks = list[UnreadBlock]()
@@ -122,7 +124,6 @@ def read_into(
         blocks.append(UnreadBlock(name, last.get(layout, name), size))
         last[layout] = name
     read.reserved = faster[0].reserve(blocks, deadline, unread=True)
-    faster[0].filling.slot_bytes = read.reserved.stride
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
     if not count:
         return read

@@ -157,6 +157,7 @@ class StagingArena:
         *,
         mark: Event | None = None,
         lent: Loan | None = None,
+        until: float = math.inf,
     ) -> None:
         """Copy the payloads of slots into device blocks of a group. On a device the copy is queued, behind the work before
         `mark` and what this thread has queued: until `scattered` was waited for, the slots must not change.
@@ -164,9 +165,10 @@ class StagingArena:
         Args:
             mark: the engine's work up to when it handed the blocks over, for the first copy into some of them.
             lent: a store's memory, whose slots are meant; on a CPU (`copies_lent`). By default those of this arena.
+            until: StoreTimeout is raised if others have all memory for copies until then.
         """
         if self._on_device is not None:
-            self._on_device.load(group, slots, self.places(group, blocks), mark)
+            self._on_device.load(group, slots, self.places(group, blocks), mark, until)
             return
         arena = self._arena if lent is None else torch.frombuffer(lent.memory, dtype=torch.uint8).view(-1, lent.stride)
         for block, slot, count in _runs(blocks, slots):

@@ -99,12 +99,10 @@ class TierCounters:
 
 @dataclass(slots=True)
 class Filling:
-    """Bytes of a tier's slots that are read into from slower tiers at this moment, and how many such reads are late.
-    `slot_bytes`: of a slot, when one was last taken."""
+    """Bytes of a tier's slots that are read into from slower tiers at this moment, and how many such reads are late."""
 
     bytes: int = 0
     late: int = 0
-    slot_bytes: int = 0
 
 
 class Rate:

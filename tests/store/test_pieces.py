@@ -423,10 +423,10 @@ def test_an_erasure_ends_what_was_half_removed(tmp_path: Path) -> None:
         assert store.status().bytes == 3 * (5000 + HEADER_BYTES)
 
 
-@pytest.mark.parametrize("kept", [1, 5, 8])
-def test_a_piece_that_is_cut_goes_with_its_last_block(tmp_path: Path, kept: int) -> None:
+@pytest.mark.parametrize(("kept", "damaged"), [(1, False), (1, True), (5, False), (5, True), (8, False)])
+def test_a_piece_that_is_cut_goes_with_its_last_block(tmp_path: Path, kept: int, damaged: bool) -> None:
     """After a loss of power a piece may end in the middle, and the index is made anew. The piece is removed with the last block
-    that is whole, however the blocks go: one after the other from either end, or by chance."""
+    that is whole, however the blocks go: one after the other from either end, or by chance. A damaged last entry is none."""
     for order in (list, reversed, lambda names: random.Random(1).sample(names, len(names))):
         frames, folder = make_frames(61, 8, 1000), tmp_path / order.__name__
         with closing(DiskStore(folder, 64 << 20, pieces=PIECE)) as store:
@@ -435,6 +435,9 @@ def test_a_piece_that_is_cut_goes_with_its_last_block(tmp_path: Path, kept: int)
         with path.open("rb") as piece:
             ends = [one.at + one.length for one in pieces.entries(piece.fileno())]
         os.truncate(path, ends[kept - 1] + (10 if kept < 8 else 0))
+        if damaged:  # its offset and length are 0
+            with path.open("r+b") as piece:
+                os.pwrite(piece.fileno(), bytes(16), 16 + 7 * 48 + 32)
         forget_index(folder)
         with closing(DiskStore(folder, 64 << 20, pieces=PIECE)) as store:
             assert read(store, frames) == whole(frames[:kept]) + [None] * (8 - kept)

@@ -153,7 +153,7 @@ def _has_block(handle: int) -> bool:
     """Whether a block is there: none is behind the end of a file that a loss of power has cut. Raises BadPiece, OSError."""
     _, table, size = _read_bytes(handle)
     last = _entry_at(table, (len(table.rstrip(b"\0")) - 1) // _ENTRY.size * _ENTRY.size)
-    return last is not None and (last.at + last.length <= size or bool(entries(handle)))
+    return last is not None and (0 < last.length <= size - last.at or bool(entries(handle)))
 
 
 def _entry_at(table: bytes, at: int) -> PieceEntry | None:

@@ -351,7 +351,10 @@ class MemoryStore(LocalRecords):
         """Keep blocks in other memory, of the same size, from now on; those that it has are gone. False, and nothing changes,
         while a block is in use or pinned."""
         with self._lock:
-            if self._arena is None or arena.size != self._size or self._slots.held:
+            if self._arena is None or arena.size != self._size:
+                return False
+            self._take((), (), math.inf)  # takes no slot, and gives back those of lost reservations
+            if self._slots.held:
                 return False
             self._empty(self._slots.slot_bytes)
             self._populator.stop()
