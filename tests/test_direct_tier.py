@@ -432,7 +432,7 @@ def test_slots_that_grow_later(direct: Make, caplog: pytest.LogCaptureFixture, l
 
 
 def test_a_load_that_cannot_be_planned_keeps_no_piece(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when no memory can be page-locked: the next load finds a piece."""
+    """The next load finds a piece, as after memory could not be page-locked."""
     engine = direct()
     ring: Any = engine.offload._direct.ring  # type: ignore[union-attr]
     with monkeypatch.context() as patched:
@@ -695,7 +695,7 @@ def test_memory_that_may_not_be_moved(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_a_driver_whose_calls_fail(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    """With whatever error: one line says why blocks go through the staging arena, or they go straight if it does not matter."""
+    """The log names the error, and why blocks go through the staging arena, or they go straight if it does not matter."""
     small_pieces(monkeypatch)
     caplog.set_level(logging.INFO, "foreword.offload")
     locks = Locks(refused=1 << 40 if call == "place" else 0, gives=True)

@@ -152,6 +152,12 @@ class Leases(Generic[Block]):
         with self._lock:
             return self.budget - (len(self._named_blocks) + sum(one.reserved for one in self._named)) * self.block_bytes
 
+    def known(self, tenant: str, key: bytes) -> Lease[Block] | None:
+        """A tenant's retention with this last block."""
+        with self._lock:
+            account = self._accounts.get(tenant)
+            return None if account is None else account.leases.get(key)
+
     def of(self, tenant: str) -> list[Lease[Block]]:
         """A tenant's retentions, the one that yields last at the end."""
         with self._lock:
@@ -301,9 +307,7 @@ class Leases(Generic[Block]):
             self._add(account, new)
             return new
         self._let_go(account.blocks, known)
-        if new.expires >= known.expires:
-            known.ttl, known.expires = new.ttl, new.expires
-        known.priority, known.stored = max(known.priority, new.priority), known.stored or new.stored
+        _merge(known, new)
         known.used = new.used
         return known
 
@@ -334,7 +338,7 @@ class Leases(Generic[Block]):
                 self._uses += 1
                 one.used = self._uses
                 if one.ttl is not None:
-                    one.expires = self._clock() + one.ttl
+                    one.expires = max(one.expires, self._clock() + one.ttl)
                 self._tell(one)
             return found
 
@@ -343,12 +347,13 @@ class Leases(Generic[Block]):
         return [one for key in keys if (one := account.leases.get(key)) is not None]
 
     def adopt(self, lease: Lease[Block]) -> bool:
-        """Enter a retention of another process, which has no blocks here yet. False if the tenant has too many."""
+        """Enter a retention of another process, which has no blocks here yet; one that is known here takes over what is longer
+        or more urgent. False if the tenant has too many."""
         with self._lock:
             account = self._accounts.get(lease.tenant, _Account[Block]())
             known = account.leases.get(lease.key)
             if known is not None:
-                known.expires = max(known.expires, lease.expires)
+                _merge(known, lease)
                 return True
             if len(account.leases) >= self._most or self._count >= _MAX_LEASES:
                 return False
@@ -411,6 +416,13 @@ class Leases(Generic[Block]):
         account = self._accounts.get(tenant)
         if account is not None and not account.leases:
             del self._accounts[tenant]
+
+
+def _merge(known: Lease[Any], new: Lease[Any]) -> None:
+    """A retention takes over what another one of the same prefix says: the later end with its ttl, and the higher priority."""
+    if new.expires >= known.expires:
+        known.ttl, known.expires = new.ttl, new.expires
+    known.priority, known.stored = max(known.priority, new.priority), known.stored or new.stored
 
 
 def _rank(lease: Lease[Any]) -> tuple[bool, int, int]:

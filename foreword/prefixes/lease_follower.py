@@ -51,15 +51,20 @@ class LeaseFollower:
     def _changed(self, one: Lease[Any]) -> None:
         """A retention begins, is used, or has ended: its record is written if it lags behind, or removed. Called by the book,
         under its lock."""
-        written = self._written.get(self._key(one))
-        if written is None or one not in self._book or _lags(one, written):
-            self._later(one)
-
-    def _later(self, one: Lease[Any]) -> None:
         key = self._key(one)
+        if one not in self._book:
+            # At once: what begins under this key before the record is removed must be written anew.
+            self._written.pop(key, None)
+        written = self._written.get(key)
+        if written is None or _lags(one, written):
+            self._later(key, one)
+
+    def _later(self, key: str, one: Lease[Any], *, found: bool = False) -> None:
+        """Follow a retention. One that a scan has `found` yields to one of the book that waits: that says more."""
         with self._lock:
             waiting = key in self._due
-            self._due[key] = one
+            if not (waiting and found):
+                self._due[key] = one
         if not waiting:
             self._jobs.add(lambda: self._follow(key))
 
@@ -69,8 +74,10 @@ class LeaseFollower:
         with self._lock:
             one = self._due.pop(key)
         try:
-            if one in self._book:
-                self._write(key, one)
+            # By its key: another retention of the same prefix may have begun since.
+            kept = self._book.known(one.tenant, one.key)
+            if kept is not None and kept.stored:
+                self._write(key, kept)
             else:
                 self._remove(key, one)
         except StoreError as error:
@@ -90,7 +97,8 @@ class LeaseFollower:
             logger.warning("pinning a retained prefix: %s", error.message)
 
     def _write(self, key: str, one: Lease[Any]) -> None:
-        expires = None if one.ttl is None else time.time() + one.expires - time.monotonic()
+        ends = one.expires  # a use may move it meanwhile
+        expires = None if one.ttl is None else time.time() + ends - time.monotonic()
         record = RetentionRecord(
             one.tokens,
             self._block_size,
@@ -100,10 +108,10 @@ class LeaseFollower:
             expires=expires,
             priority=one.priority,
             clock="" if expires is None else clock_id(),
-            ends_at=0.0 if expires is None else one.expires,
+            ends_at=0.0 if expires is None else ends,
         )
         self._records.put(key, record)
-        self._written[key] = one.expires
+        self._written[key] = ends
         self._pins.pin(one.root, one.keys)
 
     def _remove(self, key: str, one: Lease[Any]) -> None:
@@ -129,7 +137,7 @@ class LeaseFollower:
             self._adopt(key, record)
         for key, record in found.expired.items():
             if record.block_size == self._block_size:
-                self._later(self._retained(key, record))
+                self._later(key, self._retained(key, record), found=True)
         for key, one in known.items():
             if key not in found.keys and key in self._written:
                 self._book.release(one.tenant, [one.key])

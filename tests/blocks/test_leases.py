@@ -306,3 +306,29 @@ def _check(case: Case, budget: int, tenant_budget: int, part: int, names: Sequen
         assert len(mine) <= tenant_budget
     assert held == case.device.references
     assert len(retained) == case.retained <= min(part, case.free)
+
+
+@pytest.mark.parametrize("here", ["first", "there first"])
+def test_another_instance_keeps_the_same_prefix_longer(here: str) -> None:
+    """A prefix that is retained here for a minute and elsewhere for an hour is kept for an hour behind its last use, with the
+    higher priority, whichever is known first; a use never brings an end closer."""
+    case = Case(10)
+    keys, blocks = keys_of("t", "a", 3), blocks_of("t", "a", 3)
+    there = Lease[int]("t", bytes(32), keys, 3 * SIZE, 3600.0, 50, case.clock.now + 3600.0, stored=True)
+    for known in ("here", "there") if here == "first" else ("there", "here"):
+        if known == "here":
+            case.retain("a", 3, 60.0)
+        else:
+            assert case.book.adopt(there)
+    [kept] = case.book.of("t")
+    assert (kept.expires, kept.ttl, kept.priority, kept.stored) == (case.clock.now + 3600.0, 3600.0, 50, True)
+    assert list(kept.blocks) == blocks
+    case.clock.now += 3000.0
+    case.book.on_path("t", keys)
+    case.clock.now += 3000.0
+    case.book.expire()
+    assert case.book.of("t") == [kept]
+    # A record may say an end that lies behind its ttl.
+    case.book.adopt(Lease[int]("t", bytes(32), keys, 3 * SIZE, 10.0, 0, case.clock.now + 9000.0, stored=True))
+    case.book.on_path("t", keys)
+    assert kept.expires == case.clock.now + 9000.0

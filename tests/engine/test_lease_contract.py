@@ -29,11 +29,13 @@ from foreword.integrations.vllm_extras.retentions import CacheAction, ConnectorR
 from foreword.offload.search import StoredGroup
 from foreword.prefixes import lease_follower
 from foreword.prefixes.lease_follower import LeaseFollower
+from foreword.prefixes.lease_records import RETENTIONS, RetentionRecord
 from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.stored_names import StoredPrefixes
 from foreword.store import shared_records
 from foreword.store.frame import RAW, Header, frame
+from foreword.store.machine import clock_id
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
@@ -441,5 +443,83 @@ def test_records_of_earlier_builds(build: str, monkeypatch: pytest.MonkeyPatch) 
             service.remove("rules")
             assert follower.flush(60)
             assert memory.records("", deadline=deadline) == [] and memory.status().pinned_bytes == 0
+        finally:
+            follower.close(5)
+
+
+class AskedStore(MemoryStore):
+    """A memory store whose callers are interrupted, once, when it has read a record: by what is in `meanwhile`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.meanwhile: list[Callable[[], object]] = []
+
+    def get_record(self, key: str, *, deadline: float) -> bytes | None:
+        found = super().get_record(key, deadline=deadline)
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return found
+
+
+@pytest.mark.parametrize("record", ["has expired", "was removed elsewhere"])
+def test_a_request_retains_during_a_scan(record: str) -> None:
+    """While a scan looks at a prefix whose retention is over, by its time or as another instance has ended it, a request
+    retains this prefix again: what it is told holds. It is known, its record is in the store, and its blocks are pinned."""
+    root, deadline = bytes(range(32)), time.monotonic() + 60
+    memory = AskedStore(1 << 20)
+    frames = make_frames(1, 2, 100, root=root)
+    keys = [frame.header.key for frame in frames]
+    put_all(memory, frames)
+    with closing(TieredStore([memory])) as store:
+        pins = StorePins(store, MODEL, [StoredGroup(KVGroup(GroupKind.FULL, SIZE), (LAYOUT,))])
+        book = Leases[bytes](100, 100, block_bytes=1)
+        follower = LeaseFollower(book, store, pins, SIZE)
+
+        def retain() -> None:
+            wish = Retention(2 * SIZE, 600.0, 0)
+            answer = book.retain(TENANT, root, keys, keys, wish, block_size=SIZE, whole=False)
+            assert answer == RetentionAnswer("accepted", 2 * SIZE, 600.0)
+
+        def again() -> None:
+            book.release(TENANT, keys)
+            retain()
+
+        def write(key: bytes, ends_at: float) -> str:
+            chain = [*keys[:-1], key]
+            over = RetentionRecord(
+                2 * SIZE,
+                SIZE,
+                root.hex(),
+                b"".join(chain),
+                ttl=1.0,
+                expires=0.0,
+                priority=0,
+                clock=clock_id(),
+                ends_at=ends_at,
+            )
+            name = RETENTIONS.key(MODEL[:32], TENANT, key.hex())
+            memory.put_record(name, RETENTIONS.encode(over), deadline=deadline)
+            return name
+
+        try:
+            name = RETENTIONS.key(MODEL[:32], TENANT, keys[-1].hex())
+            if record == "has expired":
+                assert write(keys[-1], time.monotonic() - 1) == name
+                memory.meanwhile.append(retain)
+            else:
+                retain()
+                assert follower.flush(60) and memory.delete_record(name, deadline=deadline)
+                follower._records._written.clear()  # so long ago that listings have it
+                write(bytes(32), time.monotonic() + 600)  # what the scan reads
+                memory.meanwhile.append(again)
+            follower._jobs.add(follower.scan)
+            for _ in range(2):  # the scan, and what it leaves to be done
+                assert follower.flush(60)
+            assert not memory.meanwhile
+            found = book.known(TENANT, keys[-1])
+            assert found is not None and found.ttl == 600.0
+            stored = RETENTIONS.decode(name, bytes(memory.get_record(name, deadline=deadline) or b""))
+            assert stored.ttl == 600.0
+            assert memory.status().pinned_bytes == memory.status().bytes > 0
         finally:
             follower.close(5)

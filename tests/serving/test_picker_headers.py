@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,11 @@ from foreword.configuration import Config
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
+from foreword.router_extras.gateway.flows import FlowQueue, tenant_of
 from foreword.router_extras.installed import InstalledExtras
 
 grpc = pytest.importorskip("grpc")
+DESTINATION = "x-gateway-destination-endpoint"
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 OBJECTIVES = ("--picker-objectives", "premium=10", "--picker-objectives", "batch=-5")
 
@@ -35,12 +37,14 @@ class Picked:
 
 
 @contextmanager
-def picking(*flags: str, replicas: int = 1) -> Iterator[Any]:
-    """A function that asks a picker about a completion with these headers and fields."""
+def picking(*flags: str, replicas: int = 1, hosts: Sequence[str] = ("127.0.0.1",)) -> Iterator[Any]:
+    """A function that asks a picker about a completion with these headers and fields. The replicas have these host names in
+    turn."""
     from foreword.router_extras.gateway import envoy_messages as envoy
 
     port, loop = free_port(), Loop()
-    named = [part for _ in range(replicas) for part in ("--replica", HostileReplica(loop).url)]
+    urls = [HostileReplica(loop).url.replace("127.0.0.1", hosts[number % len(hosts)]) for number in range(replicas)]
+    named = [part for url in urls for part in ("--replica", url)]
     router = RouterThread(*named, "--picker", f"127.0.0.1:{port}", *flags)
     channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
     process = channel.stream_stream(
@@ -70,9 +74,10 @@ def picking(*flags: str, replicas: int = 1) -> Iterator[Any]:
 
 @pytest.mark.parametrize("family", ["x-llm-d-", "x-gateway-"])
 def test_headers_of_a_trusted_gateway(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An objective gives the replica its priority, as replicas count, a fairness id its own flow in the queue, and a model's
+    """An objective gives the replica its priority, as replicas count, a fairness id its own flow of its tenant, and a model's
     name replaces that of the body, for the placement and for the replica. None of these headers goes on to it."""
     asked: list[tuple[str, str | None]] = []
+    queues: set[type] = set()
     query, place = ReplicaPool.query, ReplicaPool.place
 
     def noted(self: ReplicaPool, prompt: Any, model: str | None, *rest: Any) -> Any:
@@ -81,6 +86,7 @@ def test_headers_of_a_trusted_gateway(family: str, monkeypatch: pytest.MonkeyPat
 
     async def placed(self: ReplicaPool, request: PlacementRequest) -> Any:
         asked.append(("flow", request.tenant))
+        queues.add(type(self.queue))
         return await place(self, request)
 
     monkeypatch.setattr(ReplicaPool, "query", noted)
@@ -100,8 +106,10 @@ def test_headers_of_a_trusted_gateway(family: str, monkeypatch: pytest.MonkeyPat
         assert ask({f"{family}inference-objective": "unknown"}, priority=3).body["priority"] == 3
     assert ("model", "m") in asked and ("model", "an alias") not in asked
     flows = [flow for kind, flow in asked if kind == "flow"]
-    # The same id is one flow; one that has a weight is found by its name.
-    assert flows[0] == flows[1] != flows[2] and flows[3] == "heavy"
+    # The same id is one flow of its tenant, as one is with a tenant's name.
+    assert flows[0] == flows[1] != flows[2] and "heavy" not in flows
+    assert len(set(flows[:4])) == 3 and len({tenant_of(flow or "") for flow in flows}) == 1
+    assert queues == {FlowQueue}
 
 
 def test_the_newer_name_counts() -> None:
@@ -131,12 +139,18 @@ def test_headers_that_a_client_may_have_set() -> None:
 
 
 def test_ranks_behind_one_address() -> None:
-    """The header of llm-d's sidecar says which of several replicas with one address was chosen; a replica alone gets none."""
+    """The header of llm-d's sidecar says which of several replicas with one address was chosen, whatever their host names. With
+    endpoints for retries, of which it would not be true, there is none, and none for a replica alone."""
+    own = "x-data-parallel-host-port"
+    with picking("--max-attempts", "1", replicas=2, hosts=("127.0.0.1", "localhost")) as ask:
+        picked = ask({own: "evil:1"})
+        assert picked.set[own] == picked.set[DESTINATION] and picked.set[own].startswith("127.0.0.1:")
     with picking(replicas=2) as ask:
-        picked = ask({"x-data-parallel-host-port": "evil:1"})
-        assert picked.set["x-data-parallel-host-port"] == picked.set["x-gateway-destination-endpoint"].partition(",")[0]
+        picked = ask({own: "evil:1"})
+        assert own in picked.removed and own not in picked.set
+        assert len(picked.set[DESTINATION].split(",")) == 2
     with picking() as ask:
-        assert "x-data-parallel-host-port" not in ask({}).set
+        assert own not in ask({}).set
 
 
 @pytest.mark.parametrize("objective", ["batch", "batch=", "=1", "batch=1.5", "batch=4294967296"])

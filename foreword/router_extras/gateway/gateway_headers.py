@@ -5,7 +5,6 @@ A client could send them as well, so only a gateway that sets or removes each of
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,8 +17,6 @@ _FAIRNESS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairne
 _MODEL: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
 # What is read here is not for replicas.
 HEADERS: Final = (*_OBJECTIVE, *_FAIRNESS, *_MODEL)
-# Flows in the queue of a tenant: ids beyond share them.
-_FLOWS: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +25,7 @@ class GatewayHeaders:
 
     Attributes:
         priority: of its objective, as replicas count: lower is more urgent. None without a known objective.
-        fairness: whose share of the queue it has; empty for its tenant's.
+        fairness: whose share of its tenant's share of the queue it has; empty for none in particular.
         model: that it is for, in place of the one in its body; None for that one.
         trusted: no client can have set these.
     """
@@ -43,12 +40,6 @@ class GatewayHeaders:
         """Fields of the client's request that it replaces."""
         named = {"priority": self.priority, "model": self.model}
         return {name: value for name, value in named.items() if value is not None}
-
-    def flow(self, tenant: str, weights: Mapping[str, float]) -> str:
-        """The flow in the fair queue; empty for the tenant's. Each tenant has at most 1,024, beside those with weights."""
-        if not self.fairness or self.fairness in weights:
-            return self.fairness
-        return f"{tenant}/{zlib.crc32(self.fairness.encode('utf-8', 'surrogatepass')) % _FLOWS}"
 
 
 class GatewaySettings:

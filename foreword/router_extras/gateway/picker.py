@@ -30,16 +30,19 @@ from foreword.router.replica_body import TRANSLATED, replica_body
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
 from foreword.router.suspicious import SuspiciousRequest
+from foreword.router_extras.gateway.flows import flow_name, share_by_flows
 from foreword.router_extras.gateway.gateway_headers import HEADERS, GatewaySettings
 from foreword.router_extras.translation import chat_request
 
 _FRESH_SECONDS: Final = 5.0
+_FAILED_SECONDS: Final = 1.0
 PICK_SECONDS: Final = 10.0  # that a gateway's request may wait until a replica is chosen
 _RESOLVE_SECONDS: Final = 2.0
 
 
 class Addresses:
-    """The addresses of replicas. Host names are resolved every few seconds, when they are used."""
+    """The addresses of replicas. Host names are resolved every few seconds, when they are used; one that could not be is asked
+    for again after a second."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[str, float]] = {}
@@ -47,11 +50,17 @@ class Addresses:
     async def of(self, url: str) -> str:
         """`IP:PORT`, with an IPv6 address in brackets. Raises ReplicaFailed if the name cannot be resolved."""
         found, until = self._found.get(url, ("", 0.0))
-        if found and clock() < until:
+        if clock() < until:
+            if not found:
+                raise ReplicaFailed(f"cannot resolve {urlsplit(url).hostname}")
             return found
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        address = host if ip_address(host) else await _resolved(host, port)
+        try:
+            address = host if ip_address(host) else await _resolved(host, port)
+        except ReplicaFailed:
+            self._found[url] = "", clock() + _FAILED_SECONDS
+            raise
         found = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         self._found[url] = found, clock() + _FRESH_SECONDS
         return found
@@ -75,7 +84,8 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 PREFILL: Final = "x-prefiller-host-port"
 PICK: Final = "x-foreword-pick"
 ROUTE: Final = "x-foreword-route"
-# Of which of several replicas behind one address llm-d's sidecar there sends the request.
+# To which of several replicas behind one address llm-d's sidecar there sends the request. It must be true of all endpoints that
+# the gateway may try, so it goes with one alone.
 RANK: Final = "x-data-parallel-host-port"
 # llm-d's sidecar sends to the addresses in these.
 _OF_SIDECARS: Final = ("x-encoder-hosts-ports", "x-kv-cache-source-host-port")
@@ -136,6 +146,8 @@ class Picker:
 
     def __post_init__(self) -> None:
         self.settings = GatewaySettings(self.router.config)
+        if self.router.config.picker_trusts_headers:
+            share_by_flows(self.router)
 
     @functools.cached_property
     def front(self) -> Front:
@@ -197,7 +209,7 @@ class Picker:
                 check_fields(router, call, request)
                 request = router.order.arranged(request, router.pool(request.model).model)
                 routed = await self._routed(call, request, among)
-                routed.flow = told.flow(call.tenant.name, router.auth.weights)
+                routed.flow = flow_name(call.tenant.name, told.fairness, router.auth.weights)
                 if told.trusted and told.priority is not None:  # else it is the client's, limited by its tenant's
                     routed.priority = told.priority or None
                 attempt = await routed.place()
@@ -248,15 +260,15 @@ class Picker:
             raise NoReplica(_NONE_ALLOWED)
         own, headers = routed.own_fields(upstream.kind), self._headers(call, routed.tenant, upstream)
         own |= _model(call, routed.request)
-        host = urlsplit(upstream.url).hostname
-        if sum(urlsplit(url).hostname == host for url in routed.pool.upstreams) > 1:
-            headers[RANK] = address
         prefill = attempt.prefill
         if prefill is not None and prefill.info is not None:
             if upstream.kind == "foreword" and prefill.info.transfer is not None:
                 own["kv_transfer_params"] = {"prefill": prefill.info.transfer}
             headers[PREFILL] = await self.addresses.of(prefill.url)
-        endpoints = ",".join([address, *await self._others(routed, attempt, among)])
+        others = await self._others(routed, attempt, among)
+        if not others and await self._shares_address(address, routed):
+            headers[RANK] = address
+        endpoints = ",".join([address, *others])
         headers |= routed.trace_headers
         headers |= {DESTINATION: endpoints, PICK: attempt.id, ROUTE: as_header(routed.decision_text)}
         body = _body(given, own, came)
@@ -282,6 +294,11 @@ class Picker:
                     found.append(address)
                     flight.urls.add(upstream.url)
         return found
+
+    async def _shares_address(self, address: str, routed: RoutedRequest) -> bool:
+        """Whether another replica has this IP address with another port."""
+        found = [await self._address(url) for url in routed.pool.upstreams]
+        return any(one != address and one.rpartition(":")[0] == address.rpartition(":")[0] for one in found)
 
     async def _address(self, url: str) -> str:
         """Empty if it cannot be found."""
