@@ -595,7 +595,7 @@ def test_who_has_not_answered_is_known(tmp_path: Path) -> None:
 
 
 def test_to_settle_takes_one_question_to_each(tmp_path: Path) -> None:
-    """What the others told before they answer has arrived, without questions among them."""
+    """Messages of the others from before their answers have arrived, without questions among them."""
 
     async def run() -> None:
         async with Workers(tmp_path, 4) as all_of:

@@ -213,7 +213,7 @@ class WorkerBus:
 
     @property
     def connected(self) -> set[int]:
-        """Workers that hear what is told: the others hear what is known once they are."""
+        """Workers that get messages now; another one gets what is known when it connects."""
         return set(self._links)
 
     def _path(self, number: int) -> Path:

@@ -285,7 +285,7 @@ class SharedWorkers(Workers):
         return await self.bus.ask(kind, content)
 
     async def settle(self) -> None:
-        await self.bus.ask("settle")  # an answer comes behind all that was told before
+        await self.bus.ask("settle")  # an answer comes behind all earlier messages
 
     def _joined(self) -> list[Message]:
         known = [Told(kind, one) for kind, (_, known) in self._handlers.items() for one in known()]
@@ -348,7 +348,7 @@ class SharedWorkers(Workers):
         self._count(pool, upstream, 1)
 
     def find_places(self) -> None:
-        """Count requests that were told before this worker knew their replicas."""
+        """Count requests whose replicas this worker did not know when it heard of them."""
         early, self._early = self._early, {}
         for (other, _), one in early.items():
             self._sent(other, one)
