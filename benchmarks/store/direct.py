@@ -103,8 +103,8 @@ def measure(size: int, rounds: int, *, direct: bool) -> tuple[float, float]:
         stack.callback(offload.close, 10.0)
         if direct:
             assert isinstance(offload._direct, direct_tier.DirectTier) and offload._direct.usable
-            publish = published.around(offload._direct._publish)
-            stack.enter_context(mock.patch.object(offload._direct, "_publish", publish))
+            tier = offload._direct.tier
+            stack.enter_context(mock.patch.object(tier, "publish", published.around(tier.publish)))
         else:
             for holder, name in ((offload._writer, "_sealed"), (offload.store.tiers[0], "put")):
                 stack.enter_context(mock.patch.object(holder, name, published.around(getattr(holder, name))))

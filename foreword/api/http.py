@@ -216,11 +216,13 @@ def handler_of(front: Front, connections: ClientConnections) -> Handler:
     """The handler that aiohttp calls for each request. It cancels the call when the client leaves."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
-        exchange = _AiohttpExchange(request)
+        exchange = _AiohttpExchange(request, connections)
         with connections.serving(exchange):
             answer = await front.serve(exchange)
         if answer is not None:
-            return web.Response(body=answer.body, status=answer.status, headers={**answer.headers, **_SERVER})
+            return web.Response(
+                body=answer.body, status=answer.status, headers={**answer.headers, **connections.headers}
+            )
         return exchange.out or web.Response(status=CLIENT_GONE)
 
     return handle
@@ -243,8 +245,8 @@ class _EventStream(web.StreamResponse):
 
 
 class _AiohttpExchange:
-    def __init__(self, request: web.BaseRequest) -> None:
-        self.request = self._request = request
+    def __init__(self, request: web.BaseRequest, connections: ClientConnections) -> None:
+        self.request, self._connections = request, connections
         self.method = request.method
         self.headers: Mapping[str, str] = request.headers
         self.address = request.remote
@@ -257,14 +259,14 @@ class _AiohttpExchange:
         self._ended = False
 
     def arrived(self, limit: int) -> bytes | None:
-        request = self._request
+        request = self.request
         length = request.content_length
         if length is None or length > limit or not request.content.is_eof() or "content-encoding" in self.headers:
             return None
         return request.content.read_nowait()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        request = self._request
+        request = self.request
         try:
             if self.headers.get("expect", "").lower() == "100-continue":
                 await request.writer.write(_CONTINUE)
@@ -280,11 +282,11 @@ class _AiohttpExchange:
         """aiohttp always does."""
 
     async def open(self, status: int, headers: Mapping[str, str], at_once: bool) -> _AiohttpExchange:
-        self.out = _EventStream(status=status, headers={**headers, **_SERVER})
-        if self._request.version < HttpVersion11:
+        self.out = _EventStream(status=status, headers={**headers, **self._connections.headers})
+        if self.request.version < HttpVersion11:
             self.out.force_close()  # nothing else tells where it ends
         try:
-            writer = await self.out.prepare(self._request)
+            writer = await self.out.prepare(self.request)
             if at_once and writer is not None:
                 writer.send_headers()
             self._writer = writer
@@ -324,14 +326,14 @@ class _AiohttpExchange:
     @property
     def begun(self) -> bool:
         """Whether something of the answer was sent."""
-        return self._request.writer.output_size > 0
+        return self.request.writer.output_size > 0
 
     @property
     def comment(self) -> bytes:
         """A comment that may be sent between two writes of a stream of events; empty where nothing may."""
         if self.out is None or self._ended or self.out.content_type != "text/event-stream":
             return b""
-        writer: Any = self._request.writer  # the response itself does not say
+        writer: Any = self.request.writer  # the response itself does not say
         return _COMMENT_CHUNK if writer.chunked else _COMMENT
 
 
@@ -349,6 +351,7 @@ class ClientConnections:
         self._head_seconds = head_seconds
         self._write_seconds = write_seconds
         self._open: dict[asyncio.BaseTransport, ClientConnection] = {}
+        self.headers: Mapping[str, str] = _SERVER  # of all answers
 
     def __len__(self) -> int:
         return len(self._open)
@@ -380,9 +383,11 @@ class ClientConnections:
         self._open.pop(transport, None)
 
     def close_idle(self) -> int:
-        """Close connections whose last request is answered, the others after that. Returns how many are left."""
+        """Close connections without a request. Answers of the others ask their clients to close. Returns how many are left."""
+        self.headers = {**_SERVER, "connection": "close"}
         for transport, one in list(self._open.items()):
-            if one.head_since is None and one.close_after_answer():
+            if one.head_since is None and not one.requests:
+                transport.close()
                 del self._open[transport]
         return len(self._open)
 
@@ -456,14 +461,6 @@ class ClientConnection(asyncio.Protocol):
         if not unread or unread != self._unread:
             self._unread, self._unread_since = unread, now
         return now - self._unread_since
-
-    def close_after_answer(self) -> bool:
-        """Close, at once or after the answer to a request that has come whole. Whether it was at once."""
-        if not self.requests:
-            self.transport.close()
-        elif self.exchange is not None and self.exchange.request.content.is_eof():
-            self._inner.close()  # reads nothing more
-        return not self.requests
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]

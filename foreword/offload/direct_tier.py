@@ -124,13 +124,15 @@ class _TierLoad:
         self.release()
         load.copied_at = time.monotonic()
         whole = sound == self.count
-        load.end_copy([direct.place] * sound if copied else None, whole=whole)
-        direct.tier.count_borrowed(sound, self.size * sound // self.count, load.copied_at - began if timed else 0.0)
-        if copied and not whole:
-            # The block is deleted before the load has ended: what is computed in its place is saved then.
-            try:
+        damaged = copied and not whole
+        try:
+            if damaged:
+                # The block is deleted before the load can end: what is computed in its place is saved then.
                 direct.read_again(self.names[sound])
-            finally:
+        finally:
+            load.end_copy([direct.place] * sound if copied else None, whole=whole)
+            direct.tier.count_borrowed(sound, self.size * sound // self.count, load.copied_at - began if timed else 0.0)
+            if damaged:
                 load.close()
 
 
