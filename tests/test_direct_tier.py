@@ -196,8 +196,9 @@ def test_loads_leave_slots_for_saves(direct: Make) -> None:
     device.begin_step()
     loads: list[Any] = [engine.load(7, range(16)), engine.load(8, range(16, 32))]
     for load in loads:
-        device.settle(lambda load=load: load.done)  # type: ignore[misc]
-        assert load.copying and not load.done
+        while not load.copying:  # its thread has not begun to queue copies
+            device.settle(lambda load=load: load.done or load.copying)  # type: ignore[misc]
+        assert not load.done
     assert engine.save(9, range(48, 64)) == 16
     device.end_step()
     assert engine.offload.flush(60)

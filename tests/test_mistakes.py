@@ -244,7 +244,7 @@ ROUTE = [
     (f"{REPLICA} --tenant-weight a=nan", "TENANT=WEIGHT"),
     (f"{REPLICA} --tenant-priority a=inf", "TENANT=NUMBER"),
     (f"{REPLICA} --tokenizer {{folder}}/empty", "the folder has no tokenizer.json"),
-    (f"{REPLICA} --picker-open", "need router.picker (--picker)"),
+    (f"{REPLICA} --picker-open", "needs router.picker (--picker)"),
     (
         "--replica-service a/b --kubernetes-api http://127.0.0.1:1 --kubernetes-credentials {folder}/none",
         "there is no folder {folder}/none (--kubernetes-credentials)",

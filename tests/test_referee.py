@@ -224,7 +224,7 @@ def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ran: list[tuple[str, Path | None]] = []
 
     def works(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
-        """Always works."""
+        """Works."""
         ran.append((session.target.python, session.target.files))
         evidence.answers = 4
         evidence.wrong = 1 if session.target.python.endswith("new") else 0
@@ -256,14 +256,14 @@ def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n") and "old\n" not in text
     assert "| claim | what | vLLM 0.50.0 | nightly |" in text
-    assert "| `one.works` | It works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in text
+    assert "| `one.works` | Works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in text
     assert "- nightly: vllm 0.51.0, torch 3.0" in text
     monkeypatch.setattr(check_claims, "_CLAIMS", {"one.works": works, "two.works": works})
     for _ in range(2):
         check(tmp_path / "a", resume=True, only=("two",))
     both = page.read_text()
-    assert "| `one.works` | It works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in both
-    assert "| `two.works` | It works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in both
+    assert "| `one.works` | Works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in both
+    assert "| `two.works` | Works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in both
     assert both.count("seed 1") == 2 and both.count("\nClaims `two`:\n") == 1 and both.count("| claim | what |") == 1
     page.write_text("no marks")
     with pytest.raises(ConfigError, match="must have the lines"):

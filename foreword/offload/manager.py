@@ -620,8 +620,9 @@ class OffloadManager:
     @property
     def stamp(self) -> tuple[int, ...]:
         """Differs from before if a count of blocks or loads has changed. It is quicker than `status`."""
-        writer, failed = self._writer, [one.failed for one in (self._writer, self._direct) if one is not None]
-        return self.queued, self._dropped, *failed, writer.dropped, writer.dropped_promotions, *self._counts.values()
+        writer, failed = self._writer, 0 if self._direct is None else self._direct.failed
+        dropped = self._dropped, writer.dropped, writer.dropped_promotions
+        return self.queued, writer.failed, failed, *dropped, *self._counts.values()
 
     def status(self) -> OffloadStatus:
         direct = self._direct

@@ -93,7 +93,8 @@ class TierCounters:
     @property
     def stamp(self) -> tuple[float, ...]:
         """Differs from before if a counter has changed. It is quicker than to read all of them."""
-        kinds = (sum(one.values()) for one in (self.lookups, self.errors, self.bad, self.refused))
+        lookups, errors = sum(self.lookups.values()), sum(self.errors.values())  # no generator: each value is a call
+        kinds = lookups, errors, sum(self.bad.values()), sum(self.refused.values())
         return *kinds, self.skipped, self.hit_blocks, self.missed_blocks, self.read_seconds, self.write_seconds
 
 

@@ -319,7 +319,7 @@ MUTANTS = (
     Mutant(
         "records: a damaged one is used",
         "foreword/store/shared_records.py",
-        "checksum not in (None, _checksum(fields)) or named",
+        "checksum not in (None, checksum_of(fields)) or named",
         "named",
         RECORDS,
     ),
@@ -332,9 +332,9 @@ MUTANTS = (
     ),
     Mutant(
         "records: what another instance renewed is deleted",
-        "foreword/store/shared_records.py",
-        "        if found is not None and self.left(key, found) <= 0:",
-        "        if found is not None:",
+        "foreword/prefixes/lease_records.py",
+        "    if found is not None and records.left(key, found) <= 0:",
+        "    if found is not None:",
         RECORDS,
     ),
     Mutant(
@@ -389,7 +389,7 @@ MUTANTS = (
     Mutant(
         "leases: a use does not renew",
         "foreword/blocks/leases.py",
-        "                    one.expires = self._clock() + one.ttl\n",
+        "                    one.expires = max(one.expires, self._clock() + one.ttl)\n",
         "                    pass\n",
         LEASES,
     ),

@@ -32,7 +32,7 @@ _HELLO: Final = struct.Struct("<iI")
 _RETRY_SECONDS: Final = 0.1
 # How long a message that is not urgent may wait for others.
 _GATHER_SECONDS: Final = 0.005
-# What a worker has not read of another one's messages: more, and the connection is given up and begun anew.
+# Unread bytes of a worker's messages at another one: with more, the connection ends and begins anew.
 _MOST_UNREAD: Final = 64 << 20
 _ANSWER_SECONDS: Final = 5.0
 
@@ -134,6 +134,7 @@ class WorkerBus:
 
     Attributes:
         failures: messages and questions that were not handled, because their handler raised.
+        known: workers that have said all that they know.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class WorkerBus:
         self._seat, self._told, self._asked, self._joined, self._gone = seat, told, asked, joined, gone
         self._missed = missed
         self._processes: dict[int, int] = {}
+        self.known: set[int] = set()
         self._links: dict[int, asyncio.Transport] = {}
         self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
@@ -270,6 +272,8 @@ class WorkerBus:
         self._processes[number] = process
 
     def _heard(self, link: _Link, messages: list[Message]) -> None:
+        if not link.calls:
+            self.known.add(link.number)  # the first messages of its connection are all that it knows
         for one in messages:
             if isinstance(one, WorkerQuestion):
                 background(self._answer(link, one), "an answer to another worker")
@@ -299,7 +303,11 @@ class WorkerBus:
 
 
 class _Link(asyncio.Protocol):
-    """An end of a connection. `begun`, at the end that is called, gets the number of the calling worker, and its process."""
+    """An end of a connection. `begun`, at the end that is called, gets the number of the calling worker, and its process.
+
+    Attributes:
+        calls: whether this end has begun the connection.
+    """
 
     transport: asyncio.Transport
 
@@ -311,6 +319,7 @@ class _Link(asyncio.Protocol):
         number: int = -1,
     ) -> None:
         self._read, self._ended, self._begun, self.number = heard, ended, begun, number
+        self.calls = number >= 0
         self._data = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

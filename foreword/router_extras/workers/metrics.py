@@ -8,7 +8,7 @@ from typing import Final
 from prometheus_client.parser import text_string_to_metric_families
 
 _PREFIX: Final = "foreword:router_"
-# What every worker sees: it is not more because there are more workers.
+# Metrics of events that every worker sees: their largest value counts, not the sum.
 _OF_ALL: Final = (
     "kv_events", "breaker_opened", "replica_deaths", "expected_cached_tokens", "actual_cached_tokens", "overestimated_tokens",
     "underestimated_tokens",

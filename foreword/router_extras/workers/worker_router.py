@@ -169,11 +169,12 @@ class WorkerRouter(Router):
         self.ending.set()
 
     async def joined(self) -> None:
-        """A worker that is started again takes connections only when a replica serves: the others take them until then."""
+        """A worker that is started again takes connections only when it has what the others know, such as an operator's
+        changes, and a replica serves: the others take them until then."""
         if any(self._seat.memory.restarts().values()):
             with suppress(TimeoutError):
                 async with asyncio.timeout(_JOIN_SECONDS):
-                    while not self.healthy():
+                    while not (self.healthy() and len(self.workers.bus.known) == self._seat.count - 1):
                         await asyncio.sleep(_POLL_SECONDS)
         self.workers.find_places()
 
