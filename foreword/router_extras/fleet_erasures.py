@@ -157,6 +157,8 @@ class FleetErasures:
             if upstream.kind != "foreword":
                 unknown = upstream.info is None
                 one.open[upstream.url] = "it was not reached yet" if unknown else "it is not a Foreword server"
+            elif upstream not in asked:
+                one.open[upstream.url] = "it was reached during the erasure"
         if not one.receipts:  # the client gets an error, and asks again
             self._known.remove(one)
         self._continue()
@@ -165,7 +167,9 @@ class FleetErasures:
     def _forget(self, tenant: str, salt: bytes, given: list[str], at: float) -> None:
         """Forget what this process knows of a tenant, or of requests with these salts: what was made until `at`, also what
         is on its way here."""
-        self._forgotten[tenant, bool(given)] = tenant, salt, list(given), at
+        known = self._forgotten.get((tenant, bool(given)))
+        if known is None or at >= known[3]:
+            self._forgotten[tenant, bool(given)] = tenant, salt, list(given), at
         self._router.warm_up.forget(tenant, given)
         for pool in self._router.pools.values():
             pool.known.forget(salt)
@@ -245,7 +249,7 @@ class FleetErasures:
         one.open |= dict.fromkeys(one.moved, _MOVED)
         one.open.pop(_WORKERS, None)
         if one.silent:
-            one.open[_WORKERS] = f"of workers {', '.join(map(str, sorted(one.silent)))} none has answered"
+            one.open[_WORKERS] = f"workers {', '.join(map(str, sorted(one.silent)))} have not answered"
         workers_of(self._router).tell(
             "erasure so far", (one.call.tenant.name, [one.path, one.id, one.receipts, one.open])
         )
@@ -256,7 +260,7 @@ class FleetErasures:
         while any(self._waits_for(one) for one in self._known):
             await asyncio.sleep(pause)
             healthy = {upstream.url: upstream for upstream in self._router.healthy() if upstream.kind == "foreword"}
-            asked = [(one, [healthy[url] for url in one.open if url in healthy]) for one in self._known]
+            asked = [(one, [healthy[url] for url in one.open if url in healthy]) for one in self._known if one.open]
             for one, upstreams in asked:
                 if one.silent:
                     told = await workers_of(self._router).repeat("forget", one.forgotten)

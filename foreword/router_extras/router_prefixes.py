@@ -12,7 +12,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -30,7 +29,6 @@ from foreword.decoders import decode_json, decode_object
 from foreword.errors import BadRequest, ConfigError, StoreUnavailable, reason_of
 from foreword.newest import Newest
 from foreword.prefixes.book import NamedPrefix, PrefixBook, content_of, size_of
-from foreword.prefixes.errors import UnknownPrefix
 from foreword.request_errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import Prefixes
@@ -124,6 +122,12 @@ class PrefixRegistry:
         if known is None or (version, created, str(given)) > (known.version, known.created, str(known.content)):
             self.put(tenant, NamedPrefix(name, version, given, (), created, size_of(given), made=made))
 
+    def unlearn(self, tenant: str, name: str, version: int) -> None:
+        """Remove what another worker has removed, but no later version, which that one may not have known."""
+        known = self.find(tenant, name)
+        if known is not None and known.version <= version:
+            self.remove(tenant, name)
+
     def remove(self, tenant: str, name: str) -> NamedPrefix:
         """Raises UnknownPrefix."""
         return self._book.remove(name, salt=tenant.encode())
@@ -197,7 +201,7 @@ class RouterPrefixes(Prefixes):
         if problem := await self.save():
             self.registry.put(tenant.name, removed)
             raise StoreUnavailable(f"the prefix is not removed, its file could not be written: {problem}")
-        await workers_of(self._router).repeat("prefix removed", (tenant.name, name))
+        await workers_of(self._router).repeat("prefix removed", (tenant.name, name, removed.version))
         return removed
 
     def follow_workers(self) -> None:
@@ -207,12 +211,8 @@ class RouterPrefixes(Prefixes):
             for tenant, one in self.registry.all():
                 yield tenant, one.name, one.version, one.content, one.created, one.made
 
-        def removed(told: list[str]) -> None:
-            with suppress(UnknownPrefix):
-                self.registry.remove(*told)
-
         workers_of(self._router).on("prefix", lambda told: self.registry.learn(*told), known)
-        workers_of(self._router).on("prefix removed", removed)
+        workers_of(self._router).on("prefix removed", lambda told: self.registry.unlearn(*told))
 
     async def save(self) -> str:
         """Write the file. Returns why that failed, "" if it did not."""

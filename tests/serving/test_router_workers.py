@@ -494,6 +494,7 @@ class Workers:
 
         handlers: dict[str, Callable[[Any], object]] = {
             "prefix": lambda told: names.learn(*told),
+            "prefix removed": lambda told: names.unlearn(*told),
             "response": lambda told: responses.keep(*told),
             "forget": forget,
         }
@@ -571,6 +572,33 @@ def test_a_name_registered_at_two_workers_is_the_same_at_all(tmp_path: Path) -> 
             return [names.get("alice", "law").content for names in all_of.names]
 
     assert asyncio.run(run()) == ["of the second"] * 3
+
+
+def test_a_removal_and_a_new_version_that_cross(tmp_path: Path) -> None:
+    """A name that one worker removes while another one registers a new version of it is the same at all afterwards: the new
+    version, which the first did not know. A removal of the version that all know is one."""
+
+    async def run() -> None:
+        async with Workers(tmp_path, 3) as all_of:
+
+            async def add(number: int, text: str) -> None:
+                names = all_of.names[number]
+                prefix = names.make("alice", NewPrefix("law", content=text, replace=True))
+                names.put("alice", prefix)
+                told = "alice", prefix.name, prefix.version, prefix.content, prefix.created, prefix.made
+                await all_of.buses[number].ask("prefix", told)
+
+            async def remove(number: int) -> None:
+                removed = all_of.names[number].remove("alice", "law")
+                await all_of.buses[number].ask("prefix removed", ("alice", "law", removed.version))
+
+            await add(0, "first")
+            await asyncio.gather(remove(0), add(1, "second"))
+            assert [names.get("alice", "law").content for names in all_of.names] == ["second"] * 3
+            await remove(2)
+            assert not any(names.all() for names in all_of.names)
+
+    asyncio.run(run())
 
 
 def test_who_has_not_answered_is_known(tmp_path: Path) -> None:
