@@ -395,8 +395,8 @@ def test_tables_are_read_once_for_a_batch(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(not Path("/proc/thread-self/io").exists(), reason="the system does not count bytes by thread")
 def test_a_put_writes_each_page_of_the_index_once(tmp_path: Path) -> None:
-    """With a large index, whose pages random ids change all over, the bytes that a put writes are those of its blocks and a
-    page of the log for each of them: no copy of pages is written to undo a statement. One put of four may empty the log."""
+    """A put writes its blocks and a page of the log for each of them, also with a large index, whose pages random ids change
+    all over: no copy of pages to undo a statement. One put of four may empty the log."""
 
     def written() -> int:
         """Bytes that this thread has given to calls of the system that write."""

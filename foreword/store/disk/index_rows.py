@@ -215,10 +215,8 @@ class IndexTransaction:
         self._execute = connection.execute
         self._execute_many = connection.executemany
         self.blocks, self.bytes, self.pinned_bytes, self.clock = read_totals(connection)
-        self.added: list[
-            int
-        ] = []  # ids of the blocks that this transaction makes visible, and of those that it removes
-        self.removed: list[int] = []
+        # Ids of the blocks that this transaction makes visible, and of those that it removes.
+        self.added, self.removed = list[int](), list[int]()
         self._more: dict[int, int] = {}  # bytes that this transaction adds to tenants
         self._uses: dict[int, float] = {}  # last uses by tenants
         self._usage: dict[int, TenantUse] | None = None  # of the tenants before this transaction
