@@ -178,6 +178,8 @@ class StoreTier:
         would probably lose its deadline too, so only those on the caller's thread are made, which has no other work."""
         hung = self._threads.hung
         late = not (hung or inline) and self._threads.overdue
+        if self.breaker.closed and not (hung or late):
+            return True
         with self._threads.lock:
             opened = hung and not self.breaker.is_open and self.breaker.failed(certain=True)
             allowed = not late and self.breaker.allows()
@@ -214,6 +216,8 @@ class StoreTier:
         log.warning("tier %s is not used for now, after repeated errors: %s", self.label, reason)
 
     def _succeeded(self) -> None:
+        if self.breaker.succeeded_again():
+            return
         with self._threads.lock:
             closed = self.breaker.succeeded()
         if closed:
@@ -399,21 +403,22 @@ class StoreTier:
     ) -> list[Outcome]:
         """Read in parts on several threads where that is faster. A part that fails is FAILED."""
         parts, errors = divide([len(buffer) for buffer in buffers], self.store.readers), list[Exception]()
-
-        def end(part: slice, call: TierCall[list[Outcome]] | Exception | None) -> list[Outcome]:
+        # Where calls do not block, this thread reads one part while others read theirs.
+        calls: list[TierCall[list[Outcome]] | Exception | None] = [] if self.blocking else [None]
+        for part in parts[len(calls) :]:
+            calls.append(self._started(names[part], buffers[part], deadline))
+        outcomes = list[Outcome]()
+        for part, call in zip(parts, calls, strict=True):
             try:
                 if isinstance(call, Exception):
                     raise call
-                return self._read_part(names[part], buffers[part], deadline) if call is None else call.result(deadline)
+                read = self._read_part(names[part], buffers[part], deadline) if call is None else call.result(deadline)
             except Exception as error:  # noqa: BLE001 - as in `attempt`
                 errors.append(error)
+                read = [FAILED] * (part.stop - part.start)
                 if isinstance(error, StoreHung) and isinstance(call, TierCall) and on_late is not None:
                     on_late(range(part.start, part.stop), call)
-                return [FAILED] * (part.stop - part.start)
-
-        inline = parts[:0] if self.blocking else parts[:1]  # this thread reads one part while others read theirs
-        calls = [None if part in inline else self._started(names[part], buffers[part], deadline) for part in parts]
-        outcomes = [one for part, call in zip(parts, calls, strict=True) for one in end(part, call)]
+            outcomes += read
         self._note_read(outcomes, errors)
         return outcomes
 

@@ -39,7 +39,7 @@ class CircuitBreaker:
     pause has passed.
 
     After the pause one trial call is allowed at a time. If it succeeds, the circuit closes; if it fails, the next pause is
-    twice as long, up to 30 seconds. Not thread-safe but for the properties: the tier's lock guards it.
+    twice as long, up to 30 seconds. The tier's lock guards it.
     """
 
     __slots__ = ("_clock", "_failures", "_open_until", "_pause", "_succeeded_at")
@@ -67,6 +67,13 @@ class CircuitBreaker:
         self._open_until = 0.0
         self._succeeded_at = self._clock()
         return closed
+
+    def succeeded_again(self) -> bool:
+        """Note a call that succeeded, unless one has failed since the last success. It only assigns, so it needs no lock."""
+        if self._failures or self._open_until:
+            return False
+        self._succeeded_at = self._clock()
+        return True
 
     def failed(self, *, certain: bool = False) -> bool:
         """Note a call that failed; a `certain` failure opens the circuit at once. Returns whether it has just opened."""
