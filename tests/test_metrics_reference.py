@@ -131,8 +131,8 @@ def test_server() -> None:
 
 
 def test_a_server_shows_its_state() -> None:
-    """Each number of the engine, of a tier, of its endpoint, of what peers read and of the audit is shown under its own name and
-    labels."""
+    """Each number of the engine, of a tier, of its endpoint, of what peers read and of the audit is shown under its own name,
+    with its labels."""
     engine = server_engine()
     names = ("running", "waiting", "kv_usage", "free_blocks", "cached_blocks", "pinned_blocks", "retained_blocks")
     engine.status = lambda: SimpleNamespace(**dict(zip(names, range(2, 9), strict=True)))
