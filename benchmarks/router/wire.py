@@ -329,7 +329,7 @@ def start(stack: ExitStack, servers: Servers) -> list[Contender]:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     if shutil.which("nginx"):
         process, port = _nginx(behind["vllm"], folder)
-        stack.callback(_end, process)
+        stack.callback(end_process, process)
         found.append(Contender("nginx", port, _worker(process)))
     tokenizer = str(Path(__file__).parents[2] / "foreword" / "models" / "stdlib-nano")
     for name, kind, flags in (
@@ -338,13 +338,13 @@ def start(stack: ExitStack, servers: Servers) -> list[Contender]:
         ("router, vLLM, /tokenize", "vllm", []),
     ):
         process, port = _router(behind[kind], *flags)
-        stack.callback(_end, process)
+        stack.callback(end_process, process)
         found.append(Contender(name, port, process.pid))
     return found
 
 
 def _nginx(ports: list[int], folder: Path) -> tuple[subprocess.Popen[bytes], int]:
-    port = _free_port()
+    port = free_port()
     servers = " ".join(f"server 127.0.0.1:{one};" for one in ports)
     (folder / "nginx.conf").write_text(
         f"""daemon off; worker_processes 1; worker_rlimit_nofile {many_files()}; pid {folder}/nginx.pid;
@@ -365,7 +365,7 @@ def nginx_version() -> str:
 
 
 def _router(ports: list[int], *flags: str) -> tuple[subprocess.Popen[bytes], int]:
-    port = _free_port()
+    port = free_port()
     named = [word for one in ports for word in ("--replica", f"http://127.0.0.1:{one}")]
     limits = ["--max-waiting", "100000", "--max-in-flight", "100000", "--log-level", "warning"]
     command = [sys.executable, "-m", "foreword", "route", "--port", str(port), *named, *limits, *flags]
@@ -376,7 +376,7 @@ def _pinned(command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {PROXY_CORE}))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_process(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
         process.wait(5)
@@ -384,7 +384,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 

@@ -205,7 +205,7 @@ class Ask:
         """The ask is sent to these replicas."""
         flight = Flight(self, urls)
         for key in self._keys:
-            self._suspicion(key).flights.add(flight)
+            self._suspects.add(key, flight, whole=key == self._asked.whole)
         return flight
 
     def died(self, upstream: Upstream, tokens: int = 0) -> None:
@@ -305,6 +305,9 @@ class Suspects:
         one = self._suspicions.get(key)
         if one is not None:
             one.deaths.clear()
+
+    def add(self, key: bytes, flight: Flight, *, whole: bool) -> None:
+        self.get(key, whole=whole).flights.add(flight)
 
     def release(self, key: bytes, flight: Flight) -> None:
         one = self._suspicions.get(key)

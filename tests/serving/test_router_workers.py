@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -27,10 +27,13 @@ from test_router_deaths import Mortals
 
 from foreword.api.stored_responses import StoredResponses
 from foreword.errors import NotFound
+from foreword.router.asked import AskDigests
+from foreword.router.suspicious import Ask
 from foreword.router_extras.router_prefixes import NewPrefix, PrefixRegistry
 from foreword.router_extras.workers.bus import Told, WorkerBus
 from foreword.router_extras.workers.shared_quotas import SharedMemory
 from foreword.router_extras.workers.supervisor import Seat
+from foreword.router_extras.workers.worker_router import SharedSuspects
 
 CHAT = "/v1/chat/completions"
 ADMIN = "the key of the operator"
@@ -449,6 +452,74 @@ def test_requests_that_replicas_die_of_are_known_to_all(loop: Loop) -> None:
             router.kill()
     finally:
         mortals.kill()
+
+
+def test_equal_requests_at_several_workers_are_at_two_replicas(loop: Loop) -> None:
+    """Until one answer is complete, requests that ask the same go to two replicas in all, whichever workers have them, also for
+    a worker that was started meanwhile. Any may be the one that ends its server."""
+    replicas = [GatedReplica(loop) for _ in range(6)]
+    with routed(replicas, workers=3) as router, ThreadPoolExecutor(40) as pool:
+        same = [{"role": "user", "content": "HOLD"}]
+
+        def more(count: int) -> list[Future[httpx.Response]]:
+            before = sum(one.held for one in replicas)
+            started = [pool.submit(ask, router, same) for _ in range(count)]
+            until(lambda: sum(one.held for one in replicas) == before + count)
+            return started
+
+        try:
+            running = more(1)
+            (holder,) = re.findall(r"worker (\d)", held_by(router))
+            os.kill(children(router)[(int(holder) + 1) % 3], signal.SIGKILL)
+            until(lambda: router.metric("foreword:router_worker_restarts_total", reason="signal") == 1)
+            until(lambda: router.metric("foreword:router_workers", state="answering") == 3)
+            # One after the other: what two workers place at the same moment they cannot know of each other.
+            running += [one for _ in range(12) for one in more(1)] + more(20)
+            assert sum(bool(one.held) for one in replicas) <= 2
+        finally:
+            for one in replicas:
+                one.open()
+        assert statuses(running) == {200}
+        until(lambda: len(served_by(router)) == 3)
+
+
+class Linked:
+    """Workers without processes: what one tells, the others have heard."""
+
+    def __init__(self, number: int, all_of: list[Linked]) -> None:
+        self.number, self._all = number, all_of
+        self.on_gone: Callable[[int], object] = lambda number: None
+        self._handlers: dict[str, Callable[[Any], object]] = {}
+        all_of.append(self)
+
+    def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Any] = tuple) -> None:
+        self._handlers[kind] = handler
+
+    def tell(self, kind: str, content: Any, *, urgent: bool = True) -> None:
+        for one in self._all:
+            if one is not self:
+                one._handlers[kind](content)
+
+
+def test_attempts_that_end_free_the_others() -> None:
+    """An attempt at one worker counts at the others until it ends, or its worker does. A digest that a worker has served counts
+    there no more, and still at the others."""
+
+    async def run() -> None:
+        linked: list[Linked] = []
+        first, second = (SharedSuspects(lambda: None, cast(Any, Linked(number, linked))) for number in range(2))
+        here, there = (Ask(one, AskDigests(b"digest", b"start"), "a request") for one in (first, second))
+        flights = here.sent("a"), here.sent("b")
+        assert (there.spare, there.allowed()) == (0, {"a", "b"})
+        flights[0].left()
+        assert (there.spare, there.allowed()) == (1, None)
+        linked[1].on_gone(0)
+        assert there.spare == 2
+        flights[1].left()
+        there.sent("c").served()
+        assert (there.spare, here.spare) == (2, 1)
+
+    asyncio.run(run())
 
 
 def refused_by(router: RouterProcess) -> set[str]:

@@ -15,7 +15,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from foreword.api import http
 from foreword.api.outcomes import LOG_FIELDS
@@ -25,7 +25,7 @@ from foreword.request_errors import ReplicaFailed
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import ReplicaSpec, Upstream, clock, parse_spec
 from foreword.router.router import Router
-from foreword.router.suspicious import Death, Suspects
+from foreword.router.suspicious import Ask, Death, Flight, Suspects
 from foreword.router_extras.worker_links import Answers, Workers
 from foreword.router_extras.workers.bus import (
     First,
@@ -269,6 +269,8 @@ class SharedWorkers(Workers):
     def __init__(self, router: Router, seat: Seat, end: Callable[[], None]) -> None:
         self._router = router
         self._end = end
+        self.number = seat.number
+        self.on_gone: Callable[[int], object] = lambda number: None
         self.bus = WorkerBus(seat, self._told, self._asked, self._joined, self._gone, self._missed)
         # Requests of other workers that run, by worker and name.
         self._running: dict[tuple[int, int], tuple[SharedPool, str, Upstream]] = {}
@@ -279,8 +281,8 @@ class SharedWorkers(Workers):
     def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Iterable[Any]] = tuple) -> None:
         self._handlers[kind] = handler, known
 
-    def tell(self, kind: str, content: Any) -> None:
-        self.bus.tell(Told(kind, content))
+    def tell(self, kind: str, content: Any, *, urgent: bool = True) -> None:
+        self.bus.tell(Told(kind, content), urgent=urgent)
 
     async def repeat(self, kind: str, content: Any) -> Answers:
         return await self.bus.ask(kind, content)
@@ -374,6 +376,7 @@ class SharedWorkers(Workers):
         """A worker has ended: so have its requests."""
         for number, name in [key for key in (*self._running, *self._early) if key[0] == other]:
             self._ended(number, SharedFailure(name, clock()))
+        self.on_gone(other)
 
     def _missed(self, other: int) -> None:
         """Messages of another worker are lost. What this one knows is incomplete now: one that is started anew hears it."""
@@ -494,15 +497,55 @@ class SharedPool(ReplicaPool):
 
 
 class SharedSuspects(Suspects):
-    """Requests at which replicas have died, at whichever worker."""
+    """Requests at which replicas have died, at whichever worker, and attempts that run.
+
+    What two workers place before they have heard of each other counts too late: each may have sent it to two replicas.
+    """
 
     def __init__(self, on_change: Callable[[], None], workers: SharedWorkers) -> None:
         super().__init__(on_change)
         self._workers = workers
         # The deaths of each digest that all know.
         self._shared: dict[bytes, list[Death]] = {}
+        # This worker's attempts, by what the others call them, and those of each of the others.
+        self._own: dict[Flight, tuple[int, bytes]] = {}
+        self._numbers = itertools.count()
+        self._others: dict[int, dict[int, tuple[bytes, Flight]]] = {}
         workers.on("deaths", lambda told: self._heard(*told), self._known)
         workers.on("innocent", self._innocent)
+        workers.on("attempt", lambda told: self._began(*told), self._attempts)
+        workers.on("attempt ended", lambda told: self._over(*told))
+        workers.on_gone = self._forget_worker
+
+    def add(self, key: bytes, flight: Flight, *, whole: bool) -> None:
+        super().add(key, flight, whole=whole)
+        if whole:  # it counts alone until a replica has died, and deaths are told with all digests
+            number = next(self._numbers)
+            self._own[flight] = number, key
+            self._workers.tell("attempt", (self._workers.number, number, key, list(flight.urls)))
+
+    def release(self, key: bytes, flight: Flight) -> None:
+        super().release(key, flight)
+        if (known := self._own.pop(flight, None)) is not None:
+            self._workers.tell("attempt ended", (self._workers.number, known[0]), urgent=False)
+
+    def _attempts(self) -> list[Any]:
+        return [(self._workers.number, number, key, list(one.urls)) for one, (number, key) in self._own.items()]
+
+    def _began(self, worker: int, number: int, key: bytes, urls: list[str]) -> None:
+        flight = Flight(cast(Ask, None), urls)  # messages end it
+        self._others.setdefault(worker, {})[number] = key, flight
+        super().add(key, flight, whole=True)
+
+    def _over(self, worker: int, number: int) -> None:
+        found = self._others.get(worker, {}).pop(number, None)
+        if found is not None:
+            super().release(*found)
+            self.notify()
+
+    def _forget_worker(self, worker: int) -> None:
+        for number in list(self._others.get(worker, ())):
+            self._over(worker, number)
 
     def keep_newest(self) -> None:
         super().keep_newest()
