@@ -258,7 +258,7 @@ class SharedWorkers(Workers):
         if kind == "metrics":
             return self._router.metrics.render("")[0]
         if kind == "settle":
-            # What this worker has told the others has arrived once they answer.
+            # Messages of this worker have arrived at the others once they answer.
             await self.bus.ask("nothing")
             return None
         found = self._handle(kind, content)
