@@ -9,10 +9,11 @@ from urllib.parse import quote
 import msgspec
 
 from foreword.api.dialects import chat
+from foreword.api.dialects.answer_reader import decode_object
 from foreword.api.dialects.decode import Limits
 from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
-from foreword.decoders import decode_json, decode_object
+from foreword.decoders import decode_json
 from foreword.errors import BadRequest
 from foreword.prefixes.book import NamedPrefix
 from foreword.request_errors import NoReplica, ReplicaFailed
