@@ -145,7 +145,7 @@ def _tier_summary(tier: StoreTier, known: dict[bytes, LayoutRecord]) -> dict[str
 def _group_summary(
     fingerprint: bytes, entries: list[StoredBlock], chains: StoredChains, record: LayoutRecord | None
 ) -> dict[str, Any]:
-    from foreword.blocks.fair_share import tenant_of
+    from foreword.blocks.layout import tenant_of
 
     stored = [entry.stored_at for entry in entries if entry.stored_at]
     used = [entry.used_at for entry in entries if entry.used_at]

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from foreword.blocks.fair_share import tenant_of
-from foreword.blocks.layout import PREFIX_BYTES
+from foreword.blocks.layout import PREFIX_BYTES, tenant_of
 from foreword.blocks.salt import TENANT_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly, StoreWithoutKeys
 from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, record_tenant, time_left

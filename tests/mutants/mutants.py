@@ -147,7 +147,7 @@ MUTANTS = (
     ),
     Mutant(
         "fair shares: each salt of a client is a tenant",
-        "foreword/blocks/fair_share.py",
+        "foreword/blocks/layout.py",
         "FINGERPRINT_BYTES + TENANT_BYTES]",
         "FINGERPRINT_BYTES + 16]",
         ("tests/store/test_tier_quotas.py",),
