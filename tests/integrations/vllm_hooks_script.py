@@ -26,7 +26,7 @@ def main() -> None:
         counts: dict[str, Any] = {}
         for name, seconds in (("reading", 0.0), ("calls", 1e9)):
             vars(connector_metrics)["REPORT_SECONDS"] = seconds
-            # The interval in force was set by the last report. These prompts' KV is saved, on disk too, before what counts: a block
+            # The interval in force was set by the last report. These prompts' KV is saved, on disk too, before what counts: one
             # that a writer ends in the meantime changes the counts that a step reads.
             decode(llm, meter, running, waiting, 4, counts=True)
             assert vllm_case.worker_of(llm).offload.flush(vllm_case.WITHIN)

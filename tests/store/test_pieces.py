@@ -393,6 +393,28 @@ def test_tables_are_read_once_for_a_batch(tmp_path: Path, monkeypatch: pytest.Mo
         assert next(reads) <= 9 + 9
 
 
+@pytest.mark.skipif(not Path("/proc/thread-self/io").exists(), reason="the system does not count bytes by thread")
+def test_a_put_writes_each_page_of_the_index_once(tmp_path: Path) -> None:
+    """A put writes its blocks and a page of the log for each of them, also with a large index, whose pages random ids change
+    all over: no copy of pages to undo a statement. One put of four may empty the log."""
+
+    def written() -> int:
+        """Bytes that this thread has given to calls of the system that write."""
+        fields = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
+        return int(fields["wchar"])
+
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        for seed in range(8):
+            store.put(make_frames(200 + seed, 1024, 64), deadline=soon())
+        counts = list[int]()
+        for seed in range(4):
+            before = written()
+            assert store.put(make_frames(300 + seed, 64, 64), deadline=soon()) == 64
+            counts.append(written() - before)
+        page = 4096 + 24  # with its header in the log
+        assert sorted(counts)[2] <= 64 * (HEADER_BYTES + 64) + (64 + 16) * page
+
+
 def test_no_byte_stays_below_a_damaged_entry(tmp_path: Path) -> None:
     """A deleted block is gone from the file although the length of the block before it is damaged, and covers it."""
     frames = make_frames(21, 4, 20_000)

@@ -109,11 +109,8 @@ class DiskIndex:
             if os.path.isdir(self.file):
                 raise BrokenIndex("there is a folder in the place of the index")
             if not self.read_only and not os.path.exists(self.file):
-                for suffix in (
-                    "-wal",
-                    "-shm",
-                    "-journal",
-                ):  # SQLite would apply the log of a removed index to the new one
+                # SQLite would apply the log of a removed index to the new one.
+                for suffix in ("-wal", "-shm", "-journal"):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(self.file + suffix)
             reader = self._connect(deadline)

@@ -36,9 +36,9 @@ from urllib.parse import quote
 
 import xxhash
 
-from foreword.blocks.fair_share import TenantUse, choose, compared, share, tenant_of
+from foreword.blocks.fair_share import TenantUse, choose, compared, share
 from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES
+from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES, tenant_of
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
 from foreword.store.disk.pieces import ALONE, BlockPlace
@@ -215,10 +215,8 @@ class IndexTransaction:
         self._execute = connection.execute
         self._execute_many = connection.executemany
         self.blocks, self.bytes, self.pinned_bytes, self.clock = read_totals(connection)
-        self.added: list[
-            int
-        ] = []  # ids of the blocks that this transaction makes visible, and of those that it removes
-        self.removed: list[int] = []
+        # Ids of the blocks that this transaction makes visible, and of those that it removes.
+        self.added, self.removed = list[int](), list[int]()
         self._more: dict[int, int] = {}  # bytes that this transaction adds to tenants
         self._uses: dict[int, float] = {}  # last uses by tenants
         self._usage: dict[int, TenantUse] | None = None  # of the tenants before this transaction
@@ -419,10 +417,12 @@ class IndexTransaction:
 
     def _insert_rows(self, table: str, rows: Sequence[Sequence[object]]) -> None:
         """Insert rows with a few statements: each step of SQLite's gives the interpreter lock away."""
+        # OR FAIL, since an error ends the transaction anyway: to undo a statement alone, SQLite copies each page before it
+        # changes it, which costs more than the insertion.
         for low in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[low : low + _ROWS_AT_ONCE]
             values = ",".join([f"({','.join('?' * len(some[0]))})"] * len(some))
-            self._execute(f"INSERT INTO {table} VALUES {values}", [*itertools.chain.from_iterable(some)])
+            self._execute(f"INSERT OR FAIL INTO {table} VALUES {values}", [*itertools.chain.from_iterable(some)])
 
     def drop(self, given_up: Iterable[PendingRow]) -> None:
         """Forget blocks that will not be written. No file of them is left."""
@@ -530,7 +530,7 @@ class IndexTransaction:
 
     def touch(self, ids: Iterable[int], used: int) -> None:
         """Note a use of these blocks at the time `used`."""
-        self._execute(f"UPDATE blocks SET used = max(used, ?) WHERE {IN_LIST}", (used, _listed(ids)))
+        self._execute(f"UPDATE OR FAIL blocks SET used = max(used, ?) WHERE {IN_LIST}", (used, _listed(ids)))
 
     def note_uses(self, uses: Iterable[tuple[int, int, float, int]]) -> None:
         """Note uses by `get`: (time, number of uses, seconds since the epoch, block id)."""
