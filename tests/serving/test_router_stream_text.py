@@ -68,7 +68,7 @@ def drawn(draw: random.Random, dialect: str) -> dict[str, Any]:
 
 
 def state(stream: ResponseStream) -> tuple[Any, ...]:
-    """What the router does next follows from this."""
+    """The state of a stream, from which follows all that the router does next."""
     reader, choices = stream.reader, stream.choices
     return (
         (stream.begun, stream.opened, stream.done, stream.cut, stream.exact, stream.text_only, stream.finished),
@@ -80,7 +80,7 @@ def state(stream: ResponseStream) -> tuple[Any, ...]:
 
 
 def took(stream: ResponseStream, event: ServerSentEvent) -> bytes | str | None:
-    """What the client gets for an event, or the error."""
+    """Take an event: what the client gets, or the error."""
     try:
         return stream.take(event)
     except ReplicaFailed as error:

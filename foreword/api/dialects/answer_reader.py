@@ -297,7 +297,7 @@ class AnswerReader:
         return self.note(read_chunk(data), data)
 
     def note(self, chunk: AnswerChunk, data: bytes) -> AnswerChunk:
-        """What `read` does with an event once it is decoded: the same chunk. Raises the same."""
+        """Count what a decoded event says, and return it. Raises what `read` does."""
         self.other = False
         if chunk.choices:
             for choice in chunk.choices:
