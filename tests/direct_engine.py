@@ -16,7 +16,7 @@ import foreword.offload.direct_tier
 import foreword.offload.ring
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, block_names
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.offload.load import StoreLoad
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Store

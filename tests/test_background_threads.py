@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.offload.policy import PATIENCE
 from foreword.offload.staging import StagingArena
 from foreword.store.background import set_background_cores, use_background_cores

@@ -20,7 +20,7 @@ from example_counts import represented
 import foreword.offload.manager
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.offload.device import Stream
 from foreword.offload.load import StoreLoad
 from foreword.offload.staging import StagingArena

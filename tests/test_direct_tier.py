@@ -35,7 +35,7 @@ import foreword.offload.ring
 from benchmarks.store.direct import measure
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.errors import StoreTimeout
 from foreword.offload import numa
 from foreword.offload.device import Stream

@@ -11,7 +11,7 @@ from example_counts import represented
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import chain_prefix, key_of
 from foreword.blocks.resume import GroupKind, KVGroup, alignment
-from foreword.offload.load_plan import LoadPlan
+from foreword.offload.load import LoadPlan
 from foreword.offload.policy import FixedCosts, LoadCosts
 from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.routing.costs import LoadCost

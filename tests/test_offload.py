@@ -26,7 +26,7 @@ import foreword.offload.writer
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
 from foreword.conformance import FlakyStore, make_frames, names_of, put_all, read, soon, whole
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.offload.device import Stream
 from foreword.offload.load import StoreLoad
 from foreword.offload.policy import FixedCosts, LoadCosts, search_seconds

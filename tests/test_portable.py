@@ -22,7 +22,7 @@ from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, key_of
 from foreword.blocks.portable_units import portable_units
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.conformance import soon
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.errors import ConfigError, ModelUnsupported
 from foreword.integrations.vllm_extras.packing import cpu_planes, plain_planes
 from foreword.offload.frame_copies import UnitCopyMaker, copy_compiled, copy_with_views

@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 from foreword.conformance import soon
-from foreword.engine.engine_stores import EngineStores
-from foreword.offload.load import StoreLoad
-from foreword.offload.load_plan import LoadPlan
+from foreword.engine.external_kv import EngineStores
+from foreword.offload.load import LoadPlan, StoreLoad
 
 WITHIN = 60.0
 

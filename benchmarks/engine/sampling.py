@@ -29,9 +29,8 @@ from foreword import LLM, SamplingParams
 from foreword.blocks.salt import NO_SALT
 from foreword.engine.kernels import native
 from foreword.engine.kernels.native import Kernels
-from foreword.engine.runner import Draw
 from foreword.engine.sampler import sample
-from foreword.engine.sequence import TokenCounts
+from foreword.engine.sequence import Draw, TokenCounts
 
 TURNS, CALLS, CONTEXT = 4, 6, 32_768
 REMEMBERED = 1 << 20

@@ -128,7 +128,7 @@ class Context:
 
     def manager(self, *stores: Any, direct: bool = False) -> Any:
         """An offload manager over stores, or URLs of stores, fastest first. `direct`: as the setting says."""
-        from foreword.engine.engine_stores import EngineStores
+        from foreword.engine.external_kv import EngineStores
         from foreword.store.tiered import TieredStore
         from foreword.store.urls import open_store
 
@@ -1106,7 +1106,7 @@ def _saved_and_loaded(context: Context, count: int, way: str, *, direct: bool) -
     import torch
 
     from foreword.blocks.keys import chain_keys
-    from foreword.offload.load_plan import LoadPlan
+    from foreword.offload.load import LoadPlan
     from foreword.offload.staging import tensors_of
 
     bench = context.engine()

@@ -29,7 +29,7 @@ from benchmarks.harness import machine, ratio, set_up, table, version_of
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import BlockUnits, LayerLayout, Layout, whole_blocks
 from foreword.blocks.portable_units import portable_units
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.integrations.vllm_extras.packing import cpu_planes
 from foreword.offload.frame_copies import PlaneGroup, copy_compiled
 from foreword.offload.staging import StagingArena

@@ -24,10 +24,10 @@ import torch
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.offload import device, direct_tier, ring
 from foreword.offload.device_checksum import DeviceChecksums
-from foreword.offload.load_plan import LoadPlan
+from foreword.offload.load import LoadPlan
 from foreword.offload.staging import StagingArena
 from foreword.store.background import PagePopulator
 from foreword.store.memory.memory_store import MemoryStore

@@ -30,9 +30,9 @@ import xxhash
 from benchmarks.harness import machine, set_up, table
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.offload import manager
-from foreword.offload.load_plan import LoadPlan
+from foreword.offload.load import LoadPlan
 from foreword.offload.staging import RowGroup, StagingArena
 from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from foreword.api.chat_template import template_messages, template_tools
-from foreword.api.request import CacheBreakpoint, GenerateRequest
+from foreword.api.request import CacheBreakpoint, GenerateRequest, template_messages, template_tools
 from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.errors import BadRequest

@@ -10,11 +10,10 @@ from typing import Any, Final, Literal, Protocol
 
 from msgspec import Raw, Struct
 
-from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messages_of, tools_of
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, refuse
 from foreword.api.front import Call, Handler, Reply
-from foreword.api.request import Message, Tool
+from foreword.api.request import Message, Tool, template_messages, template_tools
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes, SaltQuery
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 

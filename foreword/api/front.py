@@ -32,10 +32,9 @@ from foreword.api.errors import (
 from foreword.api.outcomes import Access, ClientGone, Outcome, log_request, outcome_of, request_id_from
 from foreword.api.quotas import Admitted, Quotas
 from foreword.api.request_bodies import RequestBodies, check_media_type, declared_length
-from foreword.api.rights import NO_TENANT, Rights
+from foreword.api.rights import NO_TENANT, Rights, Tenant
 from foreword.api.routes import JsonBody, Meter, Right, Route, Routes
 from foreword.api.sse import utf8
-from foreword.api.tenants import Tenant
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import BadRequest, ForewordError, IntegrityError, did_you_mean
 from foreword.tasks import to_its_end

@@ -13,9 +13,6 @@ import random
 from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, TypeVar
 
-from foreword.blocks.keys import FINGERPRINT_BYTES
-from foreword.blocks.salt import TENANT_BYTES
-
 Tenant = TypeVar("Tenant")
 
 COMPARED: Final = 16  # with more tenants, as many are drawn at random for each eviction
@@ -30,11 +27,6 @@ class TenantUse(NamedTuple):
 
     def plus(self, amount: int) -> TenantUse:
         return TenantUse(self.amount + amount, self.used_at)
-
-
-def tenant_of(name: bytes) -> bytes:
-    """The part of a block's name that identifies its tenant."""
-    return name[FINGERPRINT_BYTES : FINGERPRINT_BYTES + TENANT_BYTES]
 
 
 def compared(tenants: Collection[Tenant]) -> list[Tenant]:

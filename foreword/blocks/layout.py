@@ -15,7 +15,7 @@ from hashlib import sha256
 
 from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.public import PUBLIC_ROOT, is_public
-from foreword.blocks.salt import DIGEST_BYTES
+from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES
 from foreword.errors import BadRequest
 
 LAYOUT_FORMAT = 1
@@ -110,6 +110,11 @@ def block_names(layout: bytes, root: bytes, keys: Iterable[bytes]) -> list[bytes
 def key_of(name: bytes) -> bytes:
     """The block key in a name."""
     return name[PREFIX_BYTES:]
+
+
+def tenant_of(name: bytes) -> bytes:
+    """The part of a block's name that identifies its tenant."""
+    return name[FINGERPRINT_BYTES : FINGERPRINT_BYTES + TENANT_BYTES]
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,9 @@ class PrefixCache:
 
     def open(self, tokens: Iterable[int], *, salt: Salt = NO_SALT, extras: Sequence[bytes] = ()) -> BlockTable:
         """A table for a new sequence. It has no blocks yet."""
-        chain = self.public.chain(self.root(salt), self.scope(salt), tokens, extras)
+        chain = TokenChain(self.root(salt), self.block_size, tokens, extras)
+        if self.public.keys or salt == PUBLIC:
+            self.public.begin(chain, self.scope(salt), extras)
         return BlockTable(chain, len(self.groups), salt)
 
     def scope(self, salt: Salt) -> Scope:

@@ -82,9 +82,13 @@ class PublicBlocks:
     def chain(self, root: bytes, scope: Scope, tokens: Iterable[int], extras: Sequence[bytes] = ()) -> TokenChain:
         """The chain of a prompt, given its scope and the root key of that."""
         chain = TokenChain(root, scope.block_size, tokens, extras)
+        self.begin(chain, scope, extras)
+        return chain
+
+    def begin(self, chain: TokenChain, scope: Scope, extras: Sequence[bytes] = ()) -> None:
+        """Give a new chain the public blocks with which its prompt begins."""
         if public := self.leading(scope, chain.tokens, extras):
             chain.begin(public, public_root(scope))
-        return chain
 
     def keys_of(self, scope: Scope, tokens: Iterable[int], extras: Sequence[bytes] = ()) -> list[bytes]:
         """Keys of the full blocks of a prompt."""

@@ -91,7 +91,7 @@ def examine(config: Config, load: bool, verbose: bool = False) -> Iterator[Findi
 def _mistake(config: Config) -> Finding | None:
     """The first mistake that `foreword serve` would refuse."""
     from foreword.api.quotas import Quotas
-    from foreword.api.tenants import Tenants
+    from foreword.api.rights import Tenants
     from foreword.engine import preflight
 
     try:

@@ -14,8 +14,7 @@ from typing import ClassVar
 
 import pytest
 
-from foreword.blocks.fair_share import tenant_of
-from foreword.blocks.layout import ROOT_BYTES
+from foreword.blocks.layout import ROOT_BYTES, tenant_of
 from foreword.blocks.salt import TENANT_BYTES
 from foreword.conformance.budget_contract import BudgetContract
 from foreword.conformance.calls import call_from_threads

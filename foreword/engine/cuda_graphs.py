@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from foreword.engine.attention.backend import StepAttention
-from foreword.engine.attention.kv_tensors import PagedLayer, pinned
-from foreword.engine.attention.metadata import AttentionMetadata
+from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.attention.metadata import AttentionMetadata, pinned
 from foreword.engine.attention.triton_backend import StepTensors, TritonAttention, pack_step, sharing_pays
 from foreword.engine.kv_groups import GroupedLayers
 

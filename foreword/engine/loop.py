@@ -24,15 +24,12 @@ from foreword.blocks.salt import Salt
 from foreword.blocks.session_book import Alone, SessionBook
 from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
-from foreword.engine.engine_stores import EngineStores
-from foreword.engine.external_kv import MAX_PREFETCHES, Prefetch, RemoteKV
-from foreword.engine.output_text import OutputText
+from foreword.engine.external_kv import MAX_PREFETCHES, EngineStores, Prefetch, RemoteKV
 from foreword.engine.prompt_leases import EngineLeases
 from foreword.engine.prompt_logprobs import PromptLogprobs
 from foreword.engine.request import MAX_RETENTIONS, Delta, FinishReason, MigratedTo, Request, SamplingParams
-from foreword.engine.runner import Runner, Sampled, draw_of
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.sequence import Chunk, SequenceState, Step
+from foreword.engine.sequence import Chunk, OutputText, Runner, Sampled, SequenceState, Step, draw_of
 from foreword.errors import BadRequest
 from foreword.events import (
     Event,

@@ -25,8 +25,7 @@ from torch import Tensor
 
 from foreword.engine.kernels.native import TYPES, Kernels, SampledRow
 from foreword.engine.request import SamplingParams
-from foreword.engine.runner import Draw, Sampled
-from foreword.engine.sequence import TokenCounts
+from foreword.engine.sequence import Draw, Sampled, TokenCounts
 from foreword.tokens.token_logprob import TokenLogprob
 
 # Logits that PyTorch's operators sample together on a CPU: temporary tensors of this size stay in the cache.

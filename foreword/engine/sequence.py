@@ -1,11 +1,12 @@
-"""Sequences to be scheduled: the state of a sequence, and the steps made of sequences. Pure."""
+"""Sequences: the state of one and the text of its output, the steps made of them, and what a model runner computes of a step.
+Pure: no tensors."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +15,14 @@ from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.blocks.prefix_cache import BlockTable, Copy
 from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV
 from foreword.engine.prompt_leases import PromptLeases
-from foreword.engine.request import CacheReport, Request
+from foreword.engine.request import CacheReport, Request, SamplingParams
+from foreword.tokens.stops import StopFinder
+from foreword.tokens.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
     from foreword.engine.prompt_logprobs import PromptLogprobs
     from foreword.engine.structured.sequence_constraint import Constraint
+    from foreword.tokens.tokenizer import Tokenizer
 
 # Bits of tokens are a multiple of this: a group of kernels/sampling.h.
 _GROUP = 128
@@ -177,3 +181,104 @@ class TokenCounts:
             self.generated.append(token)
             self.times.append(0)
         self.times[place] += 1
+
+
+class OutputText:
+    """Used by the engine, and by a server that continues an output of another one."""
+
+    __slots__ = ("_least", "_stops", "_stream", "_tokens")
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        params = request.params
+        self._stream = tokenizer.stream(request.tokens, skip_special_tokens=params.skip_special_tokens)
+        self._stops: StopFinder | None = None
+        if strings := params.stop_strings:
+            self._stops = StopFinder(strings, include=params.include_stop, reasoning=params.reasoning)
+        self._least, self._tokens = params.min_tokens, 0
+
+    def push(self, token: int) -> tuple[str, str | None]:
+        """The text that can be returned after one more token, and the stop string that it completes, if any."""
+        self._tokens += 1
+        text = self._stream.push(token)
+        return (text, None) if self._stops is None else self._stops.push(text, counts=self._counts)
+
+    def close(self) -> tuple[str, str | None]:
+        """The text that was held back, as no more tokens follow, and the stop string that it completes, if any."""
+        text = self._stream.flush()
+        return (text, None) if self._stops is None else self._stops.close(text, counts=self._counts)
+
+    @property
+    def _counts(self) -> bool:
+        # As in vLLM: a stop string counts if a token behind the first `min_tokens` completes it.
+        return self._tokens > self._least
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Sampling state of one sequence, for its row of logits.
+
+    Attributes:
+        tokens: token ids of prompt and output so far.
+        num_prompt: how many of them are the prompt.
+        end_tokens: tokens that are excluded until there are `params.min_tokens` output tokens.
+        left: tokens that may follow this one.
+        constraint: what the output must match. It comes before all other exclusions.
+        bad_words: token sequences that are excluded.
+        counts: the sequence's, for penalties; without it the tokens are counted each time.
+    """
+
+    params: SamplingParams
+    seed: int
+    index: int
+    tokens: Sequence[int]
+    num_prompt: int
+    end_tokens: tuple[int, ...]
+    left: int = 0
+    constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    counts: TokenCounts | None = None
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sampled token, with log-probabilities if they were requested. `error`: why there is no token."""
+
+    token: int
+    logprob: TokenLogprob | None
+    error: str | None = None
+
+
+class Runner(Protocol):
+    """Computes a step's KV and the next tokens.
+
+    `run` carries out `step.copies` in order, writes the KV of every chunk and samples one token for each sequence in `draws`
+    (all those whose chunk `samples`). If the device raises, `run` raises the same, and nothing of the step may be used.
+    """
+
+    num_blocks: int
+    bytes_per_block: int
+
+    def run(self, step: Step, draws: Mapping[SequenceState, Draw]) -> dict[SequenceState, Sampled]: ...
+
+
+def draw_of(sequence: SequenceState, end_tokens: tuple[int, ...]) -> Draw:
+    """The sampling state that the sequence's next token needs."""
+    params = sequence.request.params
+    if sequence.counts is None and params.penalizes:
+        sequence.counts = TokenCounts()
+    return Draw(
+        params=params,
+        seed=sequence.seed,
+        index=sequence.request.index,
+        tokens=sequence.table.chain.tokens,
+        num_prompt=sequence.num_prompt,
+        end_tokens=end_tokens,
+        left=sequence.left - 1,
+        constraint=sequence.constraint,
+        bad_words=sequence.bad_words,
+        counts=sequence.counts,
+    )

@@ -12,16 +12,15 @@ from torch import Tensor
 from foreword.blocks.prefix_cache import Copy
 from foreword.engine.attention.backend import AttentionBackend, LayerRecorder, StepAttention, forward_context
 from foreword.engine.attention.cpu_backend import CpuLayers
-from foreword.engine.attention.kv_tensors import PagedLayer, pinned
-from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
+from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk, pinned
 from foreword.engine.kernels import native
 from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers
 from foreword.engine.prompt_logprobs import PromptLogprobs
-from foreword.engine.runner import Draw, Sampled
 from foreword.engine.sampler import sample
-from foreword.engine.sequence import SequenceState, Step
+from foreword.engine.sequence import Draw, Sampled, SequenceState, Step
 
 if TYPE_CHECKING:
     from foreword.engine.cuda_graphs import Capture, DecodeGraphs

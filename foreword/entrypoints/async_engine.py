@@ -27,7 +27,7 @@ from foreword.disaggregation.instance import Instance
 from foreword.disaggregation.kv_view import KVView
 from foreword.disaggregation.live_migration import MigrationResult
 from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.structured.compiler import CompiledOutput
 from foreword.engine.structured.sequence_constraint import Constraint

@@ -25,7 +25,7 @@ from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.engine import model as models
 from foreword.engine import preflight
 from foreword.engine.batch_invariance import scoped_fingerprint
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.model import LoadedModel
 from foreword.engine.prompt_leases import EngineLeases

@@ -20,7 +20,7 @@ from foreword.prefixes.quarantine import ChainQuarantine
 
 if TYPE_CHECKING:
     from foreword.blocks.prefix_cache import PrefixCache
-    from foreword.engine.engine_stores import EngineStores
+    from foreword.engine.external_kv import EngineStores
     from foreword.engine.torch_runner import TorchRunner
     from foreword.engine_config import EngineConfig
 

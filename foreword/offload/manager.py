@@ -33,8 +33,7 @@ from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
 from foreword.offload.counters import OffloadStatus
 from foreword.offload.direct_extra import direct_extra
-from foreword.offload.load import StoreLoad
-from foreword.offload.load_plan import GroupBlocks
+from foreword.offload.load import GroupBlocks, StoreLoad
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.slot_reads import read_into

@@ -1,4 +1,5 @@
-"""An attempt to serve a request on a replica, what its errors mean, and the log of the last placement decisions."""
+"""An attempt to serve a request on a replica, how its body is sent, what its errors mean, and the log of the last placement
+decisions."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
+from aiohttp.connector import Connection
 
 from foreword.api.dialects.answer_reader import error_of
 from foreword.errors import ForewordError
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Longer bodies wait until the replica reads.
+_MOST_BYTES: Final = 1 << 16
 _MAX_HEADER = 1000
 _MIN_PAUSE: Final = 0.1
 _MAX_PAUSE: Final = 5.0
@@ -200,3 +204,25 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
         }
         for estimate in record.decision.estimates
     ]
+
+
+class WholeRequest(aiohttp.ClientRequest):
+    """A request to a replica. A body that is there as a whole is sent with the head: aiohttp would start a task for it."""
+
+    def __init__(self, *given: Any, headers: Any, data: bytes | None = None, **more: Any) -> None:
+        self._whole = data if data is not None and len(data) <= _MOST_BYTES else None
+        if self._whole is not None:
+            headers["content-length"] = str(len(self._whole))
+            data = None
+        super().__init__(*given, headers=headers, data=data, **more)
+
+    async def send(self, conn: Connection) -> aiohttp.ClientResponse:
+        if self._whole is None:
+            return await super().send(conn)
+        if conn.protocol is None or conn.protocol.writing_paused:
+            self.update_body_from_data(self._whole)
+            return await super().send(conn)
+        response = await super().send(conn)
+        if conn.transport is not None:
+            conn.transport.write(self._whole)
+        return response

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from multidict import CIMultiDict
 
-from foreword.api.rights import HostNames, Rights
-from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
+from foreword.api.rights import SALT_HEADER, HostNames, Rights, Tenant, Tenants
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:

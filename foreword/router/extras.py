@@ -24,8 +24,8 @@ from foreword.api.dialects.dialect import Dialect
 from foreword.api.errors import ErrorResponse
 from foreword.api.front import Call, Handler
 from foreword.api.request import GenerateRequest
+from foreword.api.rights import Tenant
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
-from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
 from foreword.plugins import of_product
 from foreword.process_config import RouterConfig, ServerConfig

@@ -25,8 +25,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from foreword.api.chat_template import chat_text
-from foreword.api.request import GenerateRequest, ReplicaKind
+from foreword.api.request import GenerateRequest, ReplicaKind, chat_text
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.bounded import Bounded
 from foreword.blocks.salt import Salt

@@ -20,8 +20,7 @@ from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call
 from foreword.api.request import GenerateRequest
-from foreword.api.rights import credentials
-from foreword.api.tenants import Tenant
+from foreword.api.rights import Tenant, credentials
 from foreword.blocks.salt import Salt
 from foreword.prefixes.errors import UnknownPrefix
 from foreword.request_errors import (

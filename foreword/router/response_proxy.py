@@ -20,7 +20,7 @@ import msgspec
 from yarl import URL
 
 from foreword.api import sse
-from foreword.api.dialects.answer_reader import UsageCounts, read_error
+from foreword.api.dialects.answer_reader import EventParser, ServerSentEvent, UsageCounts, read_error
 from foreword.api.dialects.decode import is_set
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.event_stream import HEADERS, EventStream, comments_of
@@ -30,7 +30,6 @@ from foreword.errors import ForewordError
 from foreword.request_errors import DeadlineExceeded, NoReplica, ReplicaFailed, RequestEnded
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response
 from foreword.router.auth import response_headers
-from foreword.router.choice_stream import NotReproduced
 from foreword.router.continuation import (
     ContinuedResponse,
     StreamPosition,
@@ -43,7 +42,7 @@ from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_body import PATHS, TRANSLATED, path_of, replica_body, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
-from foreword.router.response_stream import ResponseStream, report_of
+from foreword.router.response_stream import NotReproduced, ResponseStream, report_of
 from foreword.router.stream_states import FIRST, StreamAction, StreamEvent, StreamMachine, StreamState
 from foreword.router.suspicious import SuspiciousRequest
 from foreword.tasks import apart
@@ -106,7 +105,7 @@ class _ResponseProxy:
         # The present attempt, and its replica's response while that is open.
         self._attempt: Attempt | None = None
         self._response: aiohttp.ClientResponse | None = None
-        self._moved: sse.ServerSentEvent | None = None
+        self._moved: ServerSentEvent | None = None
         # The replica to which the request migrated, if it did.
         self._migrated_to: Upstream | None = None
         # A whole response of a replica, and its body; the answer to the client.
@@ -276,7 +275,7 @@ class _ResponseProxy:
             return StreamEvent.BREAKS
         return None
 
-    async def _forward(self, attempt: Attempt, response: aiohttp.ClientResponse) -> sse.ServerSentEvent | None:
+    async def _forward(self, attempt: Attempt, response: aiohttp.ClientResponse) -> ServerSentEvent | None:
         """Forward one response and close it. Returns the event that announces a migration, if there is one."""
         stream, upstream = self.stream, self._migrated_to or attempt.upstream
         proxied = self.proxied
@@ -311,9 +310,9 @@ class _ResponseProxy:
 
     async def _forward_events(
         self, attempt: Attempt, response: aiohttp.ClientResponse, awaited: AwaitedResponse
-    ) -> sse.ServerSentEvent | None:
+    ) -> ServerSentEvent | None:
         """The loop over a response's events. This is the cost of every token: keep it short."""
-        stream, parser, read = self.stream, sse.EventParser(), response.content.readany
+        stream, parser, read = self.stream, EventParser(), response.content.readany
         while not (stream.done or stream.cut):
             try:
                 data = await read()
@@ -332,8 +331,8 @@ class _ResponseProxy:
         return None
 
     async def _write_events(
-        self, attempt: Attempt, response: aiohttp.ClientResponse, events: list[sse.ServerSentEvent]
-    ) -> sse.ServerSentEvent | None:
+        self, attempt: Attempt, response: aiohttp.ClientResponse, events: list[ServerSentEvent]
+    ) -> ServerSentEvent | None:
         """Send events that arrived together in one write. Returns the event that announces a migration."""
         stream = self.stream
         pieces: list[bytes] = []

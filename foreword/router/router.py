@@ -24,7 +24,7 @@ from foreword.api.routes import Routes
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import ConfigError, NotFound, did_you_mean
 from foreword.request_errors import NoReplica, ReplicaFailed, UnknownModel
-from foreword.router.attempt import Attempt, DecisionLog
+from foreword.router.attempt import Attempt, DecisionLog, WholeRequest
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
 from foreword.router.extras import Audit, Misses, Prefixes, SpeedProbes, WarmUp, extras_for, extras_of, order_for
@@ -46,7 +46,6 @@ from foreword.router.replicas import (
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.silence import why_lost
 from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
-from foreword.router.whole_request import WholeRequest
 from foreword.routing.cost_kinds import CostKinds
 from foreword.routing.event_feed import KvEventFeed
 from foreword.routing.fleet import Disaggregation, Fleet

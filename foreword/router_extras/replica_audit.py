@@ -30,7 +30,7 @@ import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
 from foreword.api.request import GenerateRequest
-from foreword.api.tenants import Tenant
+from foreword.api.rights import Tenant
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import BadRequest, ConfigError, reason_of
 from foreword.request_errors import ReplicaFailed

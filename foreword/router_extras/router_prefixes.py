@@ -23,7 +23,7 @@ import msgspec
 from foreword.api.dialects.answer_reader import check_whole
 from foreword.api.dialects.decode import Limits
 from foreword.api.request import GenerateRequest
-from foreword.api.tenants import Tenant
+from foreword.api.rights import Tenant
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import decode_json, decode_object
 from foreword.errors import BadRequest, ConfigError, StoreUnavailable, reason_of

@@ -10,17 +10,17 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from foreword.api.dialects.answer_reader import read_error
+from foreword.api.dialects.answer_reader import EventParser, read_error
 from foreword.api.dialects.chat_request import write_request
 from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.api.dialects.conversations import conversation
 from foreword.api.dialects.dialect import Dialect
-from foreword.api.dialects.dialect_writers import writer_for
+from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.errors import ErrorResponse
 from foreword.api.output import Usage
 from foreword.api.request import ClientBody, GenerateRequest, Message, ReplicaKind
-from foreword.api.sse import DONE, EventParser
+from foreword.api.sse import DONE
 from foreword.errors import ForewordError
 from foreword.router.extras import Translation
 
@@ -54,7 +54,7 @@ class ChatTranslation(Translation):
         self._store = store
         head = ResponseHead(f"{dialect.id_prefix}{request_id}", model, int(time.time()))
         self._response_id = head.id
-        self._writer = writer_for(request, head)
+        self._writer = WRITERS[request.dialect](request, head)
         self._reader = ChoiceReader()
         self._parser = EventParser()
         self._answer = ChoiceOutput()

@@ -18,7 +18,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
-from foreword.api.tenants import Tenant
+from foreword.api.rights import Tenant
 from foreword.blocks.common_prefixes import common_prefix_length, common_prefixes
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json

@@ -9,11 +9,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from foreword.api.routes import Meter
 from foreword.errors import BadRequest
 from foreword.prompt_order import PromptOrder
 from foreword.request_errors import EngineFailed, NotReady, QueueFull, ShuttingDown
 
 if TYPE_CHECKING:
+    from foreword.api.front import Handler
+    from foreword.api.routes import Route
     from foreword.entrypoints.async_engine import AsyncEngine
 
 # Seconds between two checks for migrated requests that no client has fetched yet.
@@ -78,6 +81,14 @@ class Admission:
         if self._engine.failed is not None:
             raise EngineFailed(f"The engine has stopped: {self._engine.failed}")
         return self._engine
+
+    def check_ready(self, route: Route[Handler]) -> None:
+        """Check that a call can be served: one that counts against a quota needs the engine, one that begins here an engine
+        that takes requests. Raises NotReady, ShuttingDown or EngineFailed."""
+        if route.meter is Meter.CONTINUED:
+            self.check_loaded()
+        elif route.meter is not Meter.FREE:
+            self.engine()
 
     def check_queue(self, sequences: int) -> None:
         """Raises QueueFull if `sequences` more would exceed the queue's limit, BadRequest if they always would."""

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from foreword.api import prefixes, probes
 from foreword.api.asgi import AsgiFront
-from foreword.api.chat_template import template_messages
 from foreword.api.dialects.conversation_body import MessageBody, messages_of
 from foreword.api.dialects.decode import Body, Limits
 from foreword.api.front import Answer, Call, Front, Handler
 from foreword.api.prefixes import AnyPrefixBody
 from foreword.api.quotas import Quotas
+from foreword.api.request import template_messages
 from foreword.api.request_bodies import RequestBodies
-from foreword.api.rights import HostNames, Rights
-from foreword.api.routes import NO_BODY, Meter, Right, Route, Routes
+from foreword.api.rights import HostNames, Rights, Tenants
+from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.stored_responses import StoredResponses
-from foreword.api.tenants import Tenants
 from foreword.api.tools.parser import formats_named
 from foreword.api.work_queue import WorkQueue
 from foreword.config import parse_bytes
@@ -107,24 +106,15 @@ class ServerApp(AsgiFront):
                 RequestBodies(given.body_timeout),
                 context.work,
                 registry,
-                lambda: context.limits,
+                context.limits,
                 frozenset(given.allowed_origins),
                 given.unknown_fields,
-                ready=partial(_check_ready, admission),
+                ready=admission.check_ready,
                 on_serving=(history.keep_sampling,),
                 ledger=ledger,
             )
         )
         self.migrate_all = partial(migration.drain, context, given.drain_to)
-
-
-def _check_ready(admission: Admission, route: Route[Handler]) -> None:
-    """Check that a call can be served: one that counts against a quota needs the engine, one that begins here an engine that
-    takes requests. Raises NotReady, ShuttingDown or EngineFailed."""
-    if route.meter is Meter.CONTINUED:
-        admission.check_loaded()
-    elif route.meter is not Meter.FREE:
-        admission.engine()
 
 
 def routes_of(
@@ -154,7 +144,9 @@ def routes_of(
 def _admit_prefix(context: ServerContext, body: AnyPrefixBody) -> Iterator[None]:
     with context.admission.admit(1) as engine:
         check_length(engine, len(body.content or ""), "content")
-        check_length(engine, sum(len(one["content"]) for one in body.plain_messages(context.limits) or ()), "messages")
+        check_length(
+            engine, sum(len(one["content"]) for one in body.plain_messages(context.limits()) or ()), "messages"
+        )
         yield
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from foreword.api import cache_control, session_control
 from foreword.api.cache_control import CacheRequest
 from foreword.api.front import Call, Handler
+from foreword.api.rights import Tenant
 from foreword.api.routes import Right, Routes
-from foreword.api.tenants import Tenant
 from foreword.blocks.retention import RetentionAnswer
 from foreword.blocks.salt import Salt
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids

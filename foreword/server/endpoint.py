@@ -1,16 +1,22 @@
-"""Parts that every endpoint needs: the engine, limits of a request, and threads for tokenizing."""
+"""Parts that every endpoint needs: the engine, limits of a request, threads for tokenizing, and answers as events."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from foreword.api import sse
 from foreword.api.dialects.decode import Limits
+from foreword.api.errors import error_body
+from foreword.api.event_stream import COMMENTS, HEADERS, EventStream, comments_of
+from foreword.api.front import Call
+from foreword.api.rights import Tenants
 from foreword.api.stored_responses import StoredResponses
-from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
-from foreword.errors import BadRequest, did_you_mean
+from foreword.errors import BadRequest, ForewordError, did_you_mean
 from foreword.process_config import ServerConfig
 from foreword.request_errors import PromptTooLong, UnknownModel
 from foreword.server.admission import Admission
@@ -27,6 +33,10 @@ MAX_CHARACTERS_PER_TOKEN = 256
 _MOST_CHARACTERS_PER_TOKEN = 8
 # A cut in a text may add some tokens around it.
 _CUT_TOKENS = 256
+# Seconds without an event after which a stream between servers sends a comment, so that the reader knows it is alive.
+KEEP_ALIVE: Final = 5.0
+# A reader that asks for comments gets them no more often, in seconds.
+_LEAST_KEEP_ALIVE: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,6 @@ class ServerContext:
     misses: ServerMisses = field(default_factory=ServerMisses)
     traces: EngineTraces | None = None
 
-    @property
     def limits(self) -> Limits:
         """Limits of a body and its content."""
         engine = self.admission.loaded
@@ -104,3 +113,37 @@ def check_token_ids(engine: AsyncEngine, tokens: tuple[int, ...], param: str) ->
         wrong = next(token for token in tokens if not 0 <= token < size)
         shown = str(wrong) if abs(wrong) < 10**20 else f"of {wrong.bit_length()} bits"
         raise BadRequest(f"{param}: token id {shown} is not between 0 and {size - 1}", param=param)
+
+
+async def send_events(
+    call: Call,
+    events: AsyncGenerator[bytes, None],
+    error_event: Callable[[ForewordError], bytes] = lambda error: sse.encode(error_body(error)),
+    keep_alive: float = KEEP_ALIVE,
+) -> None:
+    """Answer a call with events. The head is sent with the first one, which may be empty.
+
+    An error before it is raised, to be answered with its own HTTP status; one after it is sent as an event and ends the stream.
+    When the client disconnects the generator is closed at once.
+    """
+    wanted = max(comments_of(call.headers), _LEAST_KEEP_ALIVE)
+    own = dict(HEADERS)
+    if COMMENTS in call.headers:
+        keep_alive = min(keep_alive, wanted)
+        own[COMMENTS] = f"{keep_alive:g}"
+    stream = EventStream(call, lambda _: own, keep_alive)
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if not stream.begun:
+                    stream.send_comments()
+                if not event or not stream.write_now(event):
+                    await stream.write(event)
+    except ForewordError as error:
+        if not stream.begun:
+            raise
+        call.failure = error
+        await stream.write(error_event(error))
+    finally:
+        stream.stop()
+    await stream.close()

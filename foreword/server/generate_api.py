@@ -23,10 +23,9 @@ from foreword.api.routes import ClientQuery, JsonBody, Meter, Right, Routes
 from foreword.engine.request import Delta, Request
 from foreword.request_errors import ShuttingDown
 from foreword.server import migration
-from foreword.server.endpoint import ServerContext, check_model
+from foreword.server.endpoint import ServerContext, check_model, send_events
 from foreword.server.job import Caller, Job
 from foreword.server.prepare import conversation_size, count_prompt, make_job
-from foreword.server.sent_events import send_events
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -27,8 +27,8 @@ from foreword.api.output import (
 from foreword.api.request import GenerateRequest
 from foreword.api.tools.parser import AnswerFormats, AnswerParser, leaves_reasoning_open, opens_reasoning
 from foreword.blocks.retention import RetentionAnswer
-from foreword.engine.output_text import OutputText
 from foreword.engine.request import CacheReport, Delta, MigratedTo, Request
+from foreword.engine.sequence import OutputText
 from foreword.server.prompt_scores import for_prompt
 from foreword.tokens.token_logprob import TokenLogprob
 from foreword.transfer.errors import CannotMigrate

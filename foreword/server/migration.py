@@ -22,8 +22,8 @@ import msgspec
 from msgspec.structs import replace
 
 from foreword.api import sse
-from foreword.api.dialects.answer_reader import error_of
-from foreword.api.dialects.dialect_writers import writer_for
+from foreword.api.dialects.answer_reader import EventParser, ServerSentEvent, error_of
+from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.request import GenerateRequest
 from foreword.api.tools.parser import AnswerFormats
@@ -210,7 +210,7 @@ def resume(tokenizer: Tokenizer, unclaimed: UnclaimedRequest, formats: AnswerFor
     """The job that continues after `unclaimed.output`. Raises BadRequest for a message that this version does not know."""
     message = _decode(unclaimed.envelope)
     request = message.request
-    writer = writer_for(request, message.head)
+    writer = WRITERS[request.dialect](request, message.head)
     job = Job(
         request,
         message.head,
@@ -279,7 +279,7 @@ async def _fetch(source: MigratedTo, caller: Caller) -> AsyncGenerator[Delta | M
     headers = {**caller.headers, FOLLOW_HEADER: "1"}
     timeout = httpx.Timeout(10, read=_READ_TIMEOUT)
     query = {"from": str(source.tokens), "format": "deltas"}
-    parser = sse.EventParser()
+    parser = EventParser()
     try:
         async with (
             httpx.AsyncClient(timeout=timeout, trust_env=False, verify=url.startswith("https")) as client,
@@ -297,7 +297,7 @@ async def _fetch(source: MigratedTo, caller: Caller) -> AsyncGenerator[Delta | M
         raise TransferUnavailable(text) from error
 
 
-def _read_event(event: sse.ServerSentEvent) -> Delta | MigratedTo:
+def _read_event(event: ServerSentEvent) -> Delta | MigratedTo:
     if event.name == MOVED:
         return decode_json(event.data, MigratedTo)
     if event.name == DELTA:

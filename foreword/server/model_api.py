@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Raw
 
-from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messages_of, tools_of
 from foreword.api.dialects.decode import UNSET_RAW, Body, Limits, bounded_object, refuse
 from foreword.api.dialects.decode import check_length as check_entries
 from foreword.api.front import Call, Handler, Reply
+from foreword.api.request import template_messages, template_tools
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids, encode_bounded
 
@@ -86,7 +86,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
         engine = context.admission.engine()
         body: TokenizeBody = call.body
         check_model(engine, body.model)
-        tokens = await context.work.run(_size(body), _tokens, engine, body, context.limits)
+        tokens = await context.work.run(_size(body), _tokens, engine, body, context.limits())
         texts = {"token_strs": [engine.tokenizer.token_text(token) for token in tokens]}
         return {
             "count": len(tokens),

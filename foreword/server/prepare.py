@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foreword.api import breakpoints
-from foreword.api.chat_template import chat_text
-from foreword.api.dialects.dialect_writers import writer_for
+from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.output import PromptInfo
-from foreword.api.request import Continuation, GenerateRequest, Prompt
-from foreword.api.tenants import Tenant
+from foreword.api.request import Continuation, GenerateRequest, Prompt, chat_text
+from foreword.api.rights import Tenant
 from foreword.api.tools.constraint import after_reasoning, forced_calls
 from foreword.api.tools.parser import AnswerFormats, detect, formats_named
 from foreword.blocks.retention import Retention
@@ -159,7 +158,7 @@ def _job(
             reader_for(engine.tokenizer, request, formats, one, one.index, None if one.output else prompts[0].shown)
             for one in requests
         )
-    writer = writer_for(request, head)
+    writer = WRITERS[request.dialect](request, head)
     resumed = given.sent_tokens if given is not None else None
     return Job(request, head, writer, requests, readers, tenant.salt, request.stream, caller, resumed)
 

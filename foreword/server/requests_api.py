@@ -14,10 +14,9 @@ from foreword.api.routes import NO_BODY, JsonBody, Meter, Query, Right, Routes
 from foreword.errors import NotFound
 from foreword.process_config import ServerConfig
 from foreword.server import generate_api, migration, request_notes
-from foreword.server.endpoint import ServerContext
+from foreword.server.endpoint import ServerContext, send_events
 from foreword.server.job import Caller, Job
 from foreword.server.prepare import formats_of
-from foreword.server.sent_events import send_events
 from foreword.transfer.errors import CannotMigrate
 
 

@@ -19,12 +19,11 @@ from typing import Any, Final
 
 import msgspec
 
-from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.dialect import Dialect
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.misses.causes import MissFinder
-from foreword.api.request import GenerateRequest
+from foreword.api.request import GenerateRequest, template_messages, template_tools
 from foreword.config import read_text
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ConfigError

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foreword.blocks.resume import GroupKind, KVGroup
-from foreword.offload.load_plan import LoadPlan
+from foreword.offload.load import LoadPlan
 from foreword.offload.policy import FixedCosts, LoadCosts
 from foreword.offload.search import Found, StoredGroup
 from foreword.routing.directory import CacheTier
@@ -95,7 +95,7 @@ class KnownCosts(FixedCosts):
 
 
 class SimulatedStores:
-    """The counterpart of `engine_stores.EngineStores` for the scheduler, in virtual time.
+    """The counterpart of `external_kv.EngineStores` for the scheduler, in virtual time.
 
     Args:
         tiers: fastest first.

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from foreword.api.dialects.decode import Limits
-from foreword.api.dialects.dialect_writers import writer_for
+from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead, Writer, to_json
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text, Usage
@@ -66,7 +66,7 @@ class DialectServer:
             status, text, _ = dialect.error_response(error, request_id="req_1")
             return status, "application/json", text
         self.requests.append(parsed)
-        writer = writer_for(parsed, ResponseHead(f"{dialect.id_prefix}1", "nano", 1700000000, "fp_1"))
+        writer = WRITERS[parsed.dialect](parsed, ResponseHead(f"{dialect.id_prefix}1", "nano", 1700000000, "fp_1"))
         if parsed.stream:
             return 200, "text/event-stream", self._stream(writer)
         for delta in self.deltas:

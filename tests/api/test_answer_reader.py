@@ -12,16 +12,16 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.api.dialects.answer_reader import check_whole, read_error
+from foreword.api.dialects.answer_reader import EventParser, check_whole, read_error
 from foreword.api.dialects.chat_request import write_request
 from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.api.dialects.decode import Limits
-from foreword.api.dialects.dialect_writers import writer_for
+from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text, TokenEntry
 from foreword.api.request import DialectName, GenerateRequest
-from foreword.api.sse import DONE, EventParser
+from foreword.api.sse import DONE
 from foreword.errors import BadRequest
 from foreword.request_errors import PromptTooLong, QueueFull, ReplicaFailed
 
@@ -136,7 +136,7 @@ def streamed(*deltas: ChoiceDelta) -> tuple[list[ChoiceDelta], ChoiceReader]:
     request = parse(
         "chat", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
     )
-    writer = writer_for(request, HEAD)
+    writer = WRITERS[request.dialect](request, HEAD)
     raw = b"".join(event for delta in deltas for event in writer.events(delta)) + writer.end(USAGE, {"reason": "new"})
     reader, read = ChoiceReader(), list[ChoiceDelta]()
     for event in raw.split(b"\n\n")[:-2]:
@@ -161,7 +161,7 @@ def test_logprobs_are_read() -> None:
 
 def test_whole_responses_are_read() -> None:
     """A response that is not streamed is read as the stream of the same answer is."""
-    writer = writer_for(parse("chat", messages=[{"role": "user", "content": "x"}]), HEAD)
+    writer = WRITERS["chat"](parse("chat", messages=[{"role": "user", "content": "x"}]), HEAD)
     for delta in SENTENCE:
         writer.add(delta)
     reader = ChoiceReader()
@@ -268,7 +268,7 @@ def test_counts_of_every_dialect(dialect: DialectName) -> None:
         "messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
     }
     request = parse(dialect, **asked[dialect])
-    writer, whole = (writer_for(request, HEAD) for _ in range(2))
+    writer, whole = (WRITERS[request.dialect](request, HEAD) for _ in range(2))
     events = [*writer.start(USAGE), *(event for delta in SENTENCE for event in writer.events(delta)), writer.end(USAGE)]
     for delta in SENTENCE:
         whole.add(delta)

@@ -6,8 +6,7 @@ import pytest
 from jinja2 import Template
 
 from foreword.api.breakpoints import MAX_BREAKPOINTS, retentions, written_tokens
-from foreword.api.chat_template import template_tools
-from foreword.api.request import CacheBreakpoint, CacheControl, GenerateRequest, Message, Tool
+from foreword.api.request import CacheBreakpoint, CacheControl, GenerateRequest, Message, Tool, template_tools
 from foreword.blocks.retention import Retention, RetentionAnswer
 from foreword.entrypoints.llm import LLM
 from foreword.tokens.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from foreword.api.dialects.decode import Limits
-from foreword.api.dialects.dialect_writers import writer_for
+from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead, Writer
 from foreword.api.output import (
@@ -40,7 +40,7 @@ def chat(**body: Any) -> GenerateRequest:
 
 
 def writer(request: GenerateRequest) -> Writer:
-    return writer_for(request, ResponseHead("chatcmpl-1", "nano", 1700000000, "fp_1"))
+    return WRITERS[request.dialect](request, ResponseHead("chatcmpl-1", "nano", 1700000000, "fp_1"))
 
 
 def events(request: GenerateRequest, *deltas: ChoiceDelta) -> list[Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.api.dialects.decode import Limits
-from foreword.api.dialects.dialect_writers import writer_for
+from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, Writer
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Piece, Reasoning, Text, Usage
@@ -50,7 +50,7 @@ def outputs(draw: st.DrawFn) -> list[ChoiceDelta]:
 def make(dialect: DialectName) -> tuple[GenerateRequest, Writer]:
     request = DIALECTS[dialect].parse(json.dumps(BODIES[dialect]).encode(), Limits())
     request = msgspec.structs.replace(request, stream=True, include_usage=True)
-    return request, writer_for(request, ResponseHead("x_1", "nano", 0))
+    return request, WRITERS[request.dialect](request, ResponseHead("x_1", "nano", 0))
 
 
 def whole(dialect: DialectName, deltas: Sequence[ChoiceDelta]) -> dict[str, Any]:

@@ -14,9 +14,8 @@ import pytest
 from foreword.api.dialects.chat import ChatBody
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.front import Call, Handler
-from foreword.api.rights import Rights
+from foreword.api.rights import Rights, Tenant, Tenants
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Query, Right, Route, Routes
-from foreword.api.tenants import Tenant, Tenants
 from foreword.request_errors import Forbidden, Unauthorized
 from foreword.server.model_api import DetokenizeBody
 from foreword.usage import TokenUsage

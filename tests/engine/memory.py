@@ -7,8 +7,7 @@ from hashlib import blake2b
 
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import Salt
-from foreword.engine.runner import Draw, Sampled
-from foreword.engine.sequence import Chunk, SequenceState, Step
+from foreword.engine.sequence import Chunk, Draw, Sampled, SequenceState, Step
 
 VOCAB = 50
 

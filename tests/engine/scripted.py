@@ -10,9 +10,8 @@ from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import PrefixCache
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.engine.runner import Draw, Sampled
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.sequence import SequenceState, Step
+from foreword.engine.sequence import Draw, Sampled, SequenceState, Step
 from foreword.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(tiny.tokenizer(), (tiny.EOS,))

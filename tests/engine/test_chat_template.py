@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 import foreword
-from foreword.api.chat_template import template_messages, template_tools
-from foreword.api.request import Message, Tool, ToolCall
+from foreword.api.request import Message, Tool, ToolCall, template_messages, template_tools
 from foreword.engine.request import SamplingParams
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest

@@ -13,7 +13,7 @@ import pytest
 from patience import patient
 from tiny import greedy, prompt
 
-from foreword.api.tenants import Tenant, Tenants
+from foreword.api.rights import Tenant, Tenants
 from foreword.blocks.salt import Salt
 from foreword.engine.preflight import check
 from foreword.engine.request import Request

@@ -30,8 +30,8 @@ from foreword.engine.attention.metadata import AttentionMetadata, AttentionParam
 from foreword.engine.kernels import native
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import SamplingParams
-from foreword.engine.runner import Draw
 from foreword.engine.sampler import block_maxima, choose, largest, random_bits, sampled_row, shape
+from foreword.engine.sequence import Draw
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -21,9 +21,8 @@ from tiny import Reference, prompt
 from foreword.engine.kernels import native
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import SamplingParams
-from foreword.engine.runner import Draw
 from foreword.engine.sampler import next_number, random_bits, reshape, sample
-from foreword.engine.sequence import TokenCounts
+from foreword.engine.sequence import Draw, TokenCounts
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
 

@@ -22,7 +22,7 @@ from foreword.blocks.salt import NO_SALT, Salt
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
-from foreword.offload.load_plan import LoadPlan
+from foreword.offload.load import LoadPlan
 from foreword.offload.policy import LoadCosts
 from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.store.tier_counters import LookupOutcome

@@ -11,8 +11,7 @@ from busy_device import WITHIN, BusyDevice
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.engine.engine_stores import EngineStores
-from foreword.engine.external_kv import Prefetch
+from foreword.engine.external_kv import EngineStores, Prefetch
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState

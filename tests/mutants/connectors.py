@@ -25,7 +25,7 @@ from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.request_identity import AdapterFiles, MediaDigests, RequestIdentity
 from foreword.integrations.vllm.step_messages import BlockLoad, BlockSave, ForewordConnectorMetadata
 from foreword.integrations.vllm.weights import LoadedAdapters
-from foreword.offload.load_plan import GroupBlocks
+from foreword.offload.load import GroupBlocks
 from foreword.store import tier
 from foreword.store.base import Store
 

@@ -11,9 +11,8 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.front import Front, Handler
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
-from foreword.api.rights import Rights
+from foreword.api.rights import Rights, Tenants
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Route, Routes, Unread
-from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
 
 

@@ -63,7 +63,7 @@ from stranger_messages import (
 )
 
 from foreword.api.event_curve import secure_subscriber
-from foreword.api.tenants import Tenants
+from foreword.api.rights import Tenants
 from foreword.kv_event_wire import REPLAY_END, encode_number
 from foreword.process_config import ServerConfig
 from foreword.transfer.errors import TransferError

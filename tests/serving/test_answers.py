@@ -11,8 +11,8 @@ from foreword.api.output import Piece, Text
 from foreword.api.request import GenerateRequest, Message, Tool
 from foreword.api.tools.parser import AnswerFormats
 from foreword.api.tools.reader import joined
-from foreword.engine.output_text import OutputText
 from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.engine.sequence import OutputText
 from foreword.server.job import DeltaReader, reader_for
 from foreword.tokens.tokenizer import Tokenizer
 

@@ -26,7 +26,7 @@ from server_process import ServerProcess
 from servers import RedisServer
 from shared_server import until
 
-from foreword.blocks.fair_share import tenant_of
+from foreword.blocks.layout import tenant_of
 from foreword.blocks.salt import derive_salt
 from foreword.conformance import soon
 from foreword.store.data_keys import DataKeys, tenant_of_salt

@@ -20,7 +20,7 @@ from foreword.api.front import Call, Front
 from foreword.api.routes import NO_BODY, JsonBody, Meter
 from foreword.errors import BadRequest, StoreError
 from foreword.process_config import ServerConfig
-from foreword.server.sent_events import send_events
+from foreword.server.endpoint import send_events
 from foreword.tasks import background, shared, to_its_end
 
 KINDS = [

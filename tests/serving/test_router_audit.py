@@ -15,7 +15,7 @@ from shared_server import SharedServers, until
 
 from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.decode import Limits
-from foreword.api.tenants import Tenant
+from foreword.api.rights import Tenant
 from foreword.blocks.salt import Salt
 from foreword.configuration import Config
 from foreword.errors import ConfigError

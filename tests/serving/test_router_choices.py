@@ -12,12 +12,11 @@ from aiohttp import web
 from router_parts import Loop, RouterThread
 from scripted_replica import ScriptedReplica
 
+from foreword.api.dialects.answer_reader import EventParser, ServerSentEvent
 from foreword.api.dialects.decode import Limits
-from foreword.api.sse import EventParser, ServerSentEvent
 from foreword.request_errors import ReplicaFailed
-from foreword.router.choice_stream import NotReproduced
 from foreword.router.replica_body import asks_ids, parse_request
-from foreword.router.response_stream import ResponseStream
+from foreword.router.response_stream import NotReproduced, ResponseStream
 
 
 class Broken(ScriptedReplica):

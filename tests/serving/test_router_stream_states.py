@@ -7,11 +7,10 @@ from itertools import product
 
 import pytest
 
+from foreword.api.dialects.answer_reader import EventParser, ServerSentEvent
 from foreword.api.dialects.decode import Limits
-from foreword.api.sse import EventParser, ServerSentEvent
-from foreword.router.choice_stream import NotReproduced
 from foreword.router.replica_body import parse_request
-from foreword.router.response_stream import ResponseStream
+from foreword.router.response_stream import NotReproduced, ResponseStream
 from foreword.router.stream_states import (
     BEHIND_HEAD,
     FIRST,

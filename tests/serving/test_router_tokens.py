@@ -19,7 +19,7 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.http import bind
 from foreword.api.request import DialectName, GenerateRequest
-from foreword.api.tenants import Tenant
+from foreword.api.rights import Tenant
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine

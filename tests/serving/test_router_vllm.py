@@ -21,7 +21,7 @@ from shared_server import until, words
 from vllm_process import needs_vllm
 from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
 
-from foreword.api.tenants import Tenants
+from foreword.api.rights import Tenants
 from foreword.blocks.salt import Salt
 from foreword.process_config import ServerConfig
 from foreword.router import logprobs_probe

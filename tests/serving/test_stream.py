@@ -13,8 +13,8 @@ from small_front import Client, front, route
 from foreword.api.front import Answer, Call, Front
 from foreword.api.sse import encode
 from foreword.request_errors import EngineFailed
+from foreword.server.endpoint import send_events
 from foreword.server.generate_api import merge
-from foreword.server.sent_events import send_events
 
 
 class Source:

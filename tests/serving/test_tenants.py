@@ -9,7 +9,7 @@ import httpx
 import pytest
 from shared_server import SharedServers, words
 
-from foreword.api.tenants import Tenants
+from foreword.api.rights import Tenants
 from foreword.blocks.salt import derive_salt
 from foreword.errors import ConfigError
 from foreword.process_config import ServerConfig

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from servers import RedisServer, S3Server
 
-from foreword.blocks.fair_share import tenant_of
-from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.layout import LayerLayout, Layout, tenant_of
 from foreword.blocks.salt import Salt, ungenerated
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import BadFrame, ConfigError, StoreError, StoreReadOnly

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.keys import FINGERPRINT_BYTES, Scope
-from foreword.blocks.layout import ROOT_BYTES
+from foreword.blocks.layout import ROOT_BYTES, tenant_of
 from foreword.blocks.salt import Salt
 from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, present, put_all, read, soon, whole
 from foreword.errors import StoreConfigError

@@ -29,7 +29,7 @@ from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, block_names
 from foreword.disaggregation.kv_transfer import KVReceive
 from foreword.disaggregation.kv_view import KVView
-from foreword.engine.engine_stores import EngineStores
+from foreword.engine.external_kv import EngineStores
 from foreword.integrations.vllm_extras.step_parts import BlockLease
 from foreword.offload import direct_tier
 from foreword.offload.device import Stream

@@ -1,4 +1,4 @@
-"""The table of writers: which dialect is answered by which."""
+"""The table of writers: the dialect of a request -> the class that writes its response."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import ResponseHead, Writer
 from foreword.api.request import DialectName, GenerateRequest
 
-_WRITERS: Final[Mapping[DialectName, Callable[[GenerateRequest, ResponseHead], Writer]]] = {
+WRITERS: Final[Mapping[DialectName, Callable[[GenerateRequest, ResponseHead], Writer]]] = {
     "chat": ChatWriter,
     "completions": CompletionWriter,
     "responses": ResponsesWriter,
     "messages": MessagesWriter,
 }
-
-
-def writer_for(request: GenerateRequest, head: ResponseHead) -> Writer:
-    """The writer of the response to a request, in its dialect."""
-    return _WRITERS[request.dialect](request, head)

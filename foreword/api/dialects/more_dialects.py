@@ -6,7 +6,7 @@ from typing import Final
 
 from foreword.api.dialects import messages, responses
 from foreword.api.dialects.dialect import Dialect
-from foreword.api.dialects.dialect_writers import writer_for
+from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.messages import MessagesBody
 from foreword.api.dialects.messages_writer import error_response
 from foreword.api.dialects.responses import ResponsesBody
@@ -17,7 +17,7 @@ from foreword.errors import ForewordError
 
 
 def _error_event(request: GenerateRequest, error: ForewordError) -> bytes:
-    return writer_for(request, ResponseHead("", "", 0)).error(error)
+    return WRITERS[request.dialect](request, ResponseHead("", "", 0)).error(error)
 
 
 DIALECTS: Final = (

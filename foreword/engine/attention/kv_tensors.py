@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from foreword.blocks.layout import LayerLayout
 from foreword.offload import huge_pages
-
-
-def pinned(numbers: Sequence[Any] | array[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The numbers in host memory from which a copy to the device can be queued without waiting for it. PyTorch does not use
-    the memory again before the copy has ended. An array has items of `dtype`, and is not changed afterwards."""
-    in_place = isinstance(numbers, array) and len(numbers) > 0
-    host = torch.frombuffer(numbers, dtype=dtype) if in_place else torch.tensor(numbers, dtype=dtype)
-    return host.pin_memory() if device.type == "cuda" else host
 
 
 class PagedLayer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,14 @@ MAX_RUNS = 3
 LONG_RUN = 256
 # Reading a shared prefix once must save at least this many tokens.
 MIN_SHARED_TOKENS = 128
+
+
+def pinned(numbers: Sequence[Any] | array[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers in host memory from which a copy to the device can be queued without waiting for it. PyTorch does not use
+    the memory again before the copy has ended. An array has items of `dtype`, and is not changed afterwards."""
+    in_place = isinstance(numbers, array) and len(numbers) > 0
+    host = torch.frombuffer(numbers, dtype=dtype) if in_place else torch.tensor(numbers, dtype=dtype)
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ import torch
 import triton
 from torch import Tensor
 
-from foreword.engine.attention.kv_tensors import PagedLayer, pinned
-from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
+from foreword.engine.attention.kv_tensors import PagedLayer
+from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk, pinned
 from foreword.engine.kernels.paged_attention import attend_kernel, merge_kernel, write_kernel
 
 # `tl.dot` multiplies at least this many rows.

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from foreword.errors import ConfigError, ModelUnsupported, StoreConfigError
 from foreword.integrations.vllm.step_messages import BlockLoad, ForewordConnectorMetadata, LeaseRevocation
-from foreword.offload.load_plan import GroupBlocks
+from foreword.offload.load import GroupBlocks
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from foreword.blocks.runs import consecutive_runs
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.integrations.vllm.step_messages import BlockSave
-from foreword.offload.load_plan import LoadPlan
+from foreword.offload.load import LoadPlan
 from foreword.offload.lookups import StoreSearch
 from foreword.offload.search import Found
 

@@ -39,7 +39,7 @@ from foreword.integrations.vllm.worker_side import (
     worker_of,
 )
 from foreword.newest import Newest
-from foreword.offload.load_plan import GroupBlocks
+from foreword.offload.load import GroupBlocks
 from foreword.offload.search import Found
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.types import Reach

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from foreword.integrations.vllm.weights import Adapter
-from foreword.offload.load_plan import GroupBlocks
+from foreword.offload.load import GroupBlocks
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm_extras.step_parts import BlockLease, KVProducer, RetiredBlocks

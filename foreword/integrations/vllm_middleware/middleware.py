@@ -40,9 +40,8 @@ from foreword.api.front import Answer, Call, Front, Handler
 from foreword.api.outcomes import ClientGone, Outcome, request_id_from
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies, declared_length
-from foreword.api.rights import Rights
+from foreword.api.rights import Rights, Tenants
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes, SaltQuery
-from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.salt import Salt
 from foreword.decoders import convert, decode_json

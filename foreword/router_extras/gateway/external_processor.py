@@ -17,10 +17,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
+from foreword.api.dialects.answer_reader import AnswerReader, EventParser, UsageCounts
 from foreword.api.errors import CLIENT_GONE
 from foreword.api.front import Answer, ByteStream, Call, Ending
-from foreword.api.sse import DONE, EventParser
+from foreword.api.sse import DONE
 from foreword.errors import BadRequest, ConfigError, ForewordError
 from foreword.request_errors import ReplicaFailed, RequestEnded
 from foreword.router.attempt import Attempt

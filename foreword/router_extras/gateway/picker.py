@@ -16,9 +16,8 @@ from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
 from foreword.api.front import Call, Front, Handler
 from foreword.api.request import GenerateRequest
 from foreword.api.request_bodies import declared_length
-from foreword.api.rights import credentials
+from foreword.api.rights import SALT_HEADER, Tenant, credentials
 from foreword.api.routes import NO_BODY, Routes
-from foreword.api.tenants import SALT_HEADER, Tenant
 from foreword.blocks.salt import Salt
 from foreword.host_addresses import ip_address
 from foreword.request_errors import NoReplica, QueueFull, ReplicaFailed

@@ -36,9 +36,9 @@ from urllib.parse import quote
 
 import xxhash
 
-from foreword.blocks.fair_share import TenantUse, choose, compared, share, tenant_of
+from foreword.blocks.fair_share import TenantUse, choose, compared, share
 from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES
+from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES, tenant_of
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
 from foreword.store.disk.pieces import ALONE, BlockPlace

@@ -22,8 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from foreword.blocks.fair_share import tenant_of
-from foreword.blocks.layout import PREFIX_BYTES
+from foreword.blocks.layout import PREFIX_BYTES, tenant_of
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
 from foreword.store.background import CORES, PagePopulator
 from foreword.store.base import (
