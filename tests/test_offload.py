@@ -274,8 +274,8 @@ def test_a_bad_block_is_not_kept_by_the_faster_tier(made: Callable[..., Device],
 def test_slots_are_reserved_for_two_groups_at_once(
     made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a slower tier has is read into slots of the faster one for twice as many blocks as the staging arena takes at once:
-    each reservation has a cost of its own."""
+    """A load reads twice as many blocks into slots of the faster tier as the staging arena takes at once: each reservation has
+    a cost of its own."""
     slow, fast, taken = filled(0, 32), MemoryStore(1 << 20), list[int]()
     device, reserve = made(fast, slow), fast.reserve
 
