@@ -275,7 +275,7 @@ def test_slots_are_reserved_for_two_groups_at_once(
     made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load reads twice as many blocks into slots of the faster tier as the staging arena takes at once: each reservation has
-    a cost of its own."""
+    a cost of its own. Its first group, for which it has little time, is no larger than others."""
     slow, fast, taken = filled(0, 32), MemoryStore(1 << 20), list[int]()
     device, reserve = made(fast, slow), fast.reserve
 
@@ -285,7 +285,7 @@ def test_slots_are_reserved_for_two_groups_at_once(
 
     monkeypatch.setattr(fast, "reserve", counted)
     assert device.load(0, 0, 32).loaded == 32 and torch.equal(device.blocks[:32], device.computed[:32])
-    assert [count for count in taken if count > 1] == [16, 16]
+    assert [count for count in taken if count > 1] == [8, 16, 8]
 
 
 def test_what_is_erased_is_not_read_into_a_faster_tier(made: Callable[..., Device]) -> None:
