@@ -519,7 +519,7 @@ class SharedSuspects(Suspects):
 
     def add(self, key: bytes, flight: Flight, *, whole: bool) -> None:
         super().add(key, flight, whole=whole)
-        if whole:  # it counts alone until a replica has died, and deaths are told with all digests
+        if whole:  # it counts alone until a replica has died, and a death goes out with all digests
             number = next(self._numbers)
             self._own[flight] = number, key
             self._workers.tell("attempt", (self._workers.number, number, key, list(flight.urls)))
