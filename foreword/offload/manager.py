@@ -397,8 +397,7 @@ class OffloadManager:
         for tier, some in itertools.groupby(zip(found, slots, strict=True), key=lambda pair: pair[0].tier):
             pairs = list(some)
             headers = [one.frame.header for one, _ in pairs]
-            targets = self.store.promotion_targets(tier)
-            for tiers, low, high in self.store.admitted(headers, BlockUse(promotion=True), targets):
+            for tiers, low, high in self.store.promoted(headers, tier):
                 freed = [slot for _, slot in pairs[low:high]]
                 self._writer.promote(headers[low:high], freed, self._loading_slots, tiers, started)
 

@@ -342,6 +342,16 @@ class TieredStore(Store):
         """The faster, writable tiers to which a block found in this tier is copied."""
         return tuple(index for index in self.writable if index < tier)
 
+    def promoted(self, headers: Sequence[Header], tier: int) -> Iterator[tuple[Tiers, int, int]]:
+        """Divide blocks found in this tier, in chain order, as `admitted` does: into runs for the same faster tiers."""
+        return self.admitted(headers, BlockUse(promotion=True), self.promotion_targets(tier))
+
+    def read_through(self, tier: int) -> StoreTier | None:
+        """The tier into whose slots blocks of this one are read, so that it has them without a copy: the only one to which they
+        are promoted, if it takes all blocks and reserves slots."""
+        faster = [self.tiers[index] for index in self.promotion_targets(tier)]
+        return faster[0] if len(faster) == 1 and not faster[0].selective and faster[0].store.memory is not None else None
+
     def drop_held(self, names: Sequence[Name]) -> None:
         """Nothing continues these blocks: what a tier holds back of them is not written."""
         for tier in self.tiers:
