@@ -77,7 +77,7 @@ class SlotRead:
         """For how many of the first blocks, given the name of one and the bytes of their payloads, slots may be read into, and
         count these; 0 if too many are read into already, or one of the reads is late."""
         filling, share = self.tier.filling, int(_SHARE * len(self.tier.store.memory or b""))
-        with self.tier.borrow([], deadline) as loan:
+        with self.tier.lend_unverified([], deadline) as loan:
             slot, frame = loan.stride, HEADER_BYTES + max(sizes)
         if slot < frame and not filling.late:  # a store that can makes its slots longer, by as much as it likes
             longer = self.tier.reserve([UnreadBlock(name, name, max(sizes))], deadline, unread=True)

@@ -63,11 +63,11 @@ def erase_tier(
     tier: StoreTier, layout: bytes, root: bytes, chosen: Collection[Name] | None, deadline: float
 ) -> Iterator[Erased]:
     """Delete all blocks with this layout and root (b"": any) from a tier, or those of them that are chosen, even if its circuit
-    breaker is open: what it holds back first, then what its store has. Yields what `Store.erase_steps` does. Raises
+    breaker is open: what it defers first, then what its store has. Yields what `Store.erase_steps` does. Raises
     StoreError."""
 
     def erase() -> Iterator[Erased]:
-        tier.drop_held(
+        tier.drop_deferred(
             lambda name: has_prefix(name, layout, root) and (chosen is None or name in chosen), step_deadline(deadline)
         )
         if tier.listener is not None:

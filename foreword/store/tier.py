@@ -76,7 +76,7 @@ class StoreTier:
         location: names the tier to all instances that have it; "" if it ends with this process.
         local: whether it is memory or a disk of this machine.
         suspended: no block is searched or read here: an audit has found a wrong one that came from here.
-        selective: whether the tier refuses some blocks. `holds`: whether it gets blocks late (`store/tier_admission.py`).
+        selective: whether the tier refuses some blocks. `defers`: whether it gets blocks late (`store/tier_admission.py`).
         faster: the faster tiers.
     """
 
@@ -96,7 +96,7 @@ class StoreTier:
         self.counters = TierCounters()
         self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
-        self.selective = self.holds = False
+        self.selective = self.defers = False
         self.filling = Filling()
         self.faster: Sequence[StoreTier] = ()
         self._threads = TierThreads(store.label)
@@ -362,7 +362,7 @@ class StoreTier:
         """The first of these frames, verified, in the memory of a store that lends it (`Store.lend`), up to one that is missing
         or damaged: `get` finds out what is the matter with that. They stay as they are until the context ends."""
         started = time.perf_counter()
-        with self.borrow(names, deadline) as loan:
+        with self.lend_unverified(names, deadline) as loan:
             frames = list[Frame]()
             for name, data in zip(names, loan.frames, strict=False):
                 outcome = _outcome(name, data, len(data), False)
@@ -374,9 +374,9 @@ class StoreTier:
                 self._count_read(frames, time.perf_counter() - started)
 
     @contextlib.contextmanager
-    def borrow(self, names: Sequence[Name], deadline: float) -> Iterator[Loan]:
+    def lend_unverified(self, names: Sequence[Name], deadline: float) -> Iterator[Loan]:
         """These frames in the memory of a store that lends it, not verified: the caller verifies them where it copies them to.
-        It says with `count_borrowed` how many were right, and reads the first that was not with `get`, which finds out."""
+        It says with `count_read` how many were right, and reads the first that was not with `get`, which finds out."""
         loan = Loan()
         with contextlib.ExitStack() as stack:
             if not self.suspended:
@@ -384,10 +384,11 @@ class StoreTier:
                     loan = stack.enter_context(self.store.lend(names, deadline=deadline))
             yield loan
 
-    def count_borrowed(self, blocks: int, size: int, seconds: float) -> None:
-        """Count borrowed frames that were right, with their bytes together, and the time that the read took; 0.0: not known."""
+    def count_read(self, blocks: int, size: int, seconds: float, missed: int = 0) -> None:
+        """Count frames that were right, with their bytes together, and the time that the read took; 0.0: not known."""
         with self._threads.lock:
             self.counters.hit_blocks += blocks
+            self.counters.missed_blocks += missed
             self.counters.read_bytes += size
             self.counters.read_seconds += seconds
             if size and seconds:
@@ -452,13 +453,7 @@ class StoreTier:
         """Count blocks and bytes. Returns how many blocks were read."""
         found = sum(frame is not None for frame in frames)
         read = sum(len(frame.data) for frame in frames if frame is not None)
-        with self._threads.lock:
-            self.counters.hit_blocks += found
-            self.counters.missed_blocks += len(frames) - found
-            self.counters.read_bytes += read
-            self.counters.read_seconds += seconds
-            if read:
-                self.read_rate.note(read, seconds)
+        self.count_read(found, read, seconds, len(frames) - found)
         return found
 
     def _count_faults(
@@ -621,16 +616,16 @@ class StoreTier:
         return self.call(lambda: self._delete(names, deadline), deadline)
 
     def _delete(self, names: Sequence[Name], deadline: float) -> int:
-        self.drop_held(frozenset(names).__contains__, deadline)
+        self.drop_deferred(frozenset(names).__contains__, deadline)
         count = self.store.delete(names, deadline=deadline)
         self.notify(False, names)
         return count
 
-    def write_held(self, deadline: float, *, everything: bool = False) -> None:
-        """Write the oldest of what is held back, or everything, from the faster tiers."""
+    def write_deferred(self, deadline: float, *, everything: bool = False) -> None:
+        """Write the oldest of what is deferred, or everything, from the faster tiers."""
 
-    def drop_held(self, chosen: Callable[[Name], bool], deadline: float) -> None:
-        """Drop these blocks of what is held back, after what is being written now. Raises StoreTimeout."""
+    def drop_deferred(self, chosen: Callable[[Name], bool], deadline: float) -> None:
+        """Drop these blocks of what is deferred, after what is being written now. Raises StoreTimeout."""
 
     def notify(self, stored: bool, names: Sequence[Name]) -> None:
         """Tell the listener that this process has stored blocks here, or removed them."""
