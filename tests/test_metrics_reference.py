@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.metrics import MetricWrapperBase
 from vllm_stub import stubbed_vllm
 
+import foreword
 from foreword.engine.hit_audit import AuditCounts
 from foreword.observability.scrape import Scrape, metric
 from foreword.offload.counters import LookupCounts, OffloadStatus
@@ -328,10 +329,8 @@ def test_pages_name_metrics_that_exist(page: Path) -> None:
     assert not {name for name in named - known if not name.endswith(ends)}
 
 
-READERS = [
-    *sorted((ROOT / "foreword").rglob("*.py")),
-    *sorted((ROOT / "foreword" / "dashboard" / "static").glob("*.js")),
-]
+PACKAGE = Path(foreword.__file__).parent  # also where it is installed from wheels
+READERS = [*sorted(PACKAGE.rglob("*.py")), *sorted((PACKAGE / "dashboard" / "static").glob("*.js"))]
 
 
 def test_code_reads_metrics_that_exist() -> None:
