@@ -72,7 +72,7 @@ class StoreTier:
         writable: whether blocks are written to and deleted from the store.
 
     Attributes:
-        listener: gets what `subscribe` says; None: nobody asks.
+        listener: as in `subscribe`; None: there is none.
         location: names the tier to all instances that have it; "" if it ends with this process.
         local: whether it is memory or a disk of this machine.
         suspended: no block is searched or read here: an audit has found a wrong one that came from here.
