@@ -13,6 +13,7 @@ import pytest
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, present, soon
 from foreword.errors import StoreConfigError, StoreTimeout
+from foreword.prefixes.tier_erasure import erase_tier
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.memory.memory_store import MemoryStore
@@ -59,7 +60,7 @@ def test_what_is_deleted_or_superseded_is_never_written() -> None:
     store.delete(names_of(chain[6:]), deadline=soon())
     store.drop_deferred(names_of(chain[3:6]))
     for tier in store.tiers:
-        for step in tier.erase(b"", other[0].header.root, names_of(other), soon()):
+        for step in erase_tier(tier, b"", other[0].header.root, names_of(other), soon()):
             assert step.problem is None
     store.write_deferred(1.0)
     assert late(store, chain) == [True] * 3 + [False] * 6
