@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import httpx
 
+from foreword.api.dialects.answer_reader import decode_object
 from foreword.cli.server_client import is_secure
-from foreword.decoders import decode_object
 from foreword.errors import ForewordError, reason_of
 from foreword.observability.scrape import KINDS, Kind, Scrape
 

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
-from foreword.decoders import decode_object
+from foreword.api.dialects.answer_reader import decode_object
 from foreword.errors import ConfigError, did_you_mean
 from foreword.process_config import RouterConfig
 from foreword.request_errors import ReplicaFailed, RequestLost, connection_reason
@@ -461,7 +461,7 @@ class ReplicaProbe:
         self._config = config
         self._session = session
         self._headers = headers
-        self._timeout = aiohttp.ClientTimeout(total=config.health_timeout)
+        self._timeout = aiohttp.ClientTimeout(total=config.health_seconds)
         self._readings = LogprobReadings()
 
     async def health(self, upstream: Upstream) -> ProbeResult:
@@ -477,7 +477,7 @@ class ReplicaProbe:
         except aiohttp.ClientConnectorError as error:
             return ProbeResult(f"cannot connect: {connection_reason(error)}", certain=True, unreachable=True)
         except TimeoutError:
-            problem = f"no answer within {self._config.health_timeout:g} s"
+            problem = f"no answer within {self._config.health_seconds:g} s"
             return ProbeResult(problem, unreachable=True, timed_out=True)
         except CONNECTION_ERRORS as error:
             return ProbeResult(f"the connection broke: {type(error).__name__}", unreachable=True)
@@ -490,7 +490,7 @@ class ReplicaProbe:
         except aiohttp.ClientConnectorError as error:
             return f"cannot connect: {connection_reason(error)}"
         except TimeoutError:
-            return f"no answer within {self._config.health_timeout:g} s"
+            return f"no answer within {self._config.health_seconds:g} s"
         except CONNECTION_ERRORS as error:
             return f"the connection broke: {type(error).__name__}"
         return f"/health says {status}" if status >= 500 else ""

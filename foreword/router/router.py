@@ -142,7 +142,7 @@ class Router:
             COMMENTS: f"{min(given.stall_timeout / 4, _COMMENT_SECONDS):g}",
         }
         self.server_config = config.server
-        self.decisions = DecisionLog(config.router.decisions)
+        self.decisions = DecisionLog()
         self.metrics = RouterMetrics()
         self.cost_kinds = CostKinds()
         self._use_extras(config)
@@ -411,7 +411,7 @@ class Router:
             for _ in range(MAX_STALLS):
                 began = clock()
                 problem = await self._fresh_probe.death(upstream)
-                in_time = clock() - began < self.config.health_timeout
+                in_time = clock() - began < self.config.health_seconds
                 if not problem or in_time or not await self.stalled_since(began):
                     break
             return problem

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import config_constants
 import http_client
 import pytest
 from aiohttp import web
 from browser import Page, browser
+from config_constants import split
 from dashboard_server import HOSTILE, MODEL, open_dashboard_server
 from example_counts import represented
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +29,7 @@ from router_parts import QUICK, Loop
 from scripted_replica import ScriptedReplica
 from shared_server import until, words
 
+import foreword
 from foreword.dashboard.pages import PAGE, files
 from foreword.router.replica_metrics import parse_metrics
 
@@ -64,7 +67,9 @@ class Routed:
 def routing(*arguments: str) -> Iterator[str]:
     """`foreword route` on a free port; its URL."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
-    command = [sys.executable, "-m", "foreword", "route", "--port", "0", *QUICK, *arguments]
+    given, own = split([*QUICK, *arguments])
+    program = [config_constants.__file__, *given, str(Path(foreword.__file__).with_name("__main__.py"))]
+    command = [sys.executable, "-P", *program, "route", "--port", "0", *own]
     popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
     lines: list[str] = []
     assert popen.stderr is not None

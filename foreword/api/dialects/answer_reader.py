@@ -33,6 +33,15 @@ _PLAIN: Final = frozenset(("role", "content", "refusal"))
 _LAST: Final = frozenset(("message_stop", "response.completed", "response.incomplete", "response.failed"))
 
 
+def decode_object(data: bytes | bytearray) -> dict[str, Any]:
+    """The object that this JSON is, with values of any type; an empty one for anything else."""
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class ServerSentEvent(NamedTuple):
     """An event. A comment (a keep-alive) has neither name nor data. `raw` is the event without the empty line after it."""
 
