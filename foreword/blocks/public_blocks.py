@@ -6,8 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from foreword.blocks.keys import Scope, TokenChain, chain_keys
-from foreword.blocks.public import MARK, MARKED, PUBLIC_ROOT
+from foreword.blocks.keys import MARK, MARKED, PUBLIC_ROOT, Scope, TokenChain, chain_keys
 from foreword.blocks.salt import PUBLIC
 
 _MOST_LEARNED: Final = 1 << 16

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from foreword.blocks.leases import Lease
-from foreword.blocks.miss_history import MissReason
 from foreword.blocks.retention import Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest, ForewordError
@@ -28,6 +27,16 @@ MAX_N = 128
 MAX_RETENTIONS = 16
 MAX_BAD_WORDS = 256
 _SHOWN_TEXT = 60
+MissReason = Literal[
+    "all_cached",
+    "never_seen",
+    "diverged",
+    "evicted",
+    "checkpoint_missing",
+    "shorter_than_block",
+    "other_tenant",
+    "disabled",
+]
 
 
 @dataclass(frozen=True, slots=True)

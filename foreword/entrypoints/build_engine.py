@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.public_blocks import public_keys
 from foreword.blocks.resume import KVGroup
@@ -25,6 +24,7 @@ from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.engine import model as models
 from foreword.engine import preflight
 from foreword.engine.batch_invariance import scoped_fingerprint
+from foreword.engine.cache_report import MissHistory
 from foreword.engine.external_kv import EngineStores
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.model import LoadedModel

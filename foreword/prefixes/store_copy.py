@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
-from foreword.blocks.public import named_root
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES, named_root
 from foreword.errors import StoreConfigError
 from foreword.prefixes.erasure import SCAN_WITHIN
 from foreword.prefixes.open_erasures import ERASURES
