@@ -238,7 +238,7 @@ class Leases(Generic[Block]):
         clipped = count < len(blocks)
         new.keys = new.keys[:count] if clipped else new.keys
         new.tokens = len(new.keys) * size
-        full = self.count_refusal(account, new)
+        full = self._count_refusal(account, new)
         if full:
             self._drop(blocks)
             self._forget_empty(new.tenant)

@@ -32,8 +32,8 @@ from foreword.usage import MissExplained
 
 if TYPE_CHECKING:
     from foreword.engine.hit_audit import HitAudit
+    from foreword.engine.request import ModelInfo
     from foreword.entrypoints.async_engine import AsyncEngine
-    from foreword.entrypoints.build_engine import ModelInfo
     from foreword.offload.manager import OffloadManager
     from foreword.store.base import StoreStatus
     from foreword.store.tier import StoreTier
