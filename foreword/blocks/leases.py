@@ -100,6 +100,7 @@ class Leases(Generic[Block]):
     Attributes:
         count: how many retentions there are.
         changed: is called when a retention that is stored begins, is used, or has ended; under the book's lock, on any thread.
+        lock: the book's, and of what follows it. Nothing waits under it.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Leases(Generic[Block]):
         self._retain_budget = budget if retain_budget is None else retain_budget
         self._most, self._clock = most, clock
         self._drop: Callable[[Sequence[Block]], None] = drop
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._accounts: dict[str, _Account[Block]] = {}
         self._named: list[Lease[Block]] = []
         self._named_blocks: Counter[Block] = Counter()
@@ -135,7 +136,7 @@ class Leases(Generic[Block]):
     @property
     def retained_bytes(self) -> int:
         """Bytes that the retentions of all tenants have."""
-        with self._lock:
+        with self.lock:
             return self._retained() * self.block_bytes
 
     @property
@@ -146,24 +147,24 @@ class Leases(Generic[Block]):
     @property
     def free(self) -> int:
         """Bytes that further named prefixes may have."""
-        with self._lock:
+        with self.lock:
             return self.budget - (len(self._named_blocks) + sum(one.reserved for one in self._named)) * self.block_bytes
 
     def known(self, tenant: str, key: bytes) -> Lease[Block] | None:
         """A tenant's retention with this last block."""
-        with self._lock:
+        with self.lock:
             account = self._accounts.get(tenant)
             return None if account is None else account.leases.get(key)
 
     def of(self, tenant: str) -> list[Lease[Block]]:
         """A tenant's retentions, the one that yields last at the end."""
-        with self._lock:
+        with self.lock:
             account = self._accounts.get(tenant)
             return sorted(account.leases.values(), key=lambda one: one.rank) if account else []
 
     def all(self) -> list[Lease[Block]]:
         """The retentions of all tenants."""
-        with self._lock:
+        with self.lock:
             return [one for account in self._accounts.values() for one in account.leases.values()]
 
     # Named prefixes
@@ -171,7 +172,7 @@ class Leases(Generic[Block]):
     def reserve(self, name: str, count: int) -> Lease[Block] | None:
         """Room for the blocks of a named prefix that is to be computed; retentions yield to it. None if other names leave too
         little."""
-        with self._lock:
+        with self.lock:
             if count * self.block_bytes > self.free:
                 return None
             lease = Lease[Block](name=name, reserved=count, book=self)
@@ -183,7 +184,7 @@ class Leases(Generic[Block]):
 
     def fill(self, lease: Lease[Block], blocks: Sequence[Block]) -> None:
         """The blocks are computed, at most as many as were reserved. The book takes over one reference to each of them."""
-        with self._lock:
+        with self.lock:
             if lease not in self._named:
                 self._drop(blocks)
                 return
@@ -192,7 +193,7 @@ class Leases(Generic[Block]):
 
     def end(self, lease: Lease[Block]) -> None:
         """Give back what a named prefix has, or was to have. Once is enough."""
-        with self._lock:
+        with self.lock:
             if lease in self._named:
                 self._named.remove(lease)
                 self._let_go(self._named_blocks, lease)
@@ -218,7 +219,7 @@ class Leases(Generic[Block]):
             block_size: tokens per key.
             whole: the blocks are useless without the last one, so the prefix cannot be clipped.
         """
-        with self._lock:
+        with self.lock:
             self.expire()
             ttl = None if wish.ttl is None else min(wish.ttl, self.longest)
             new = Lease[Block](tenant, root, keys, 0, ttl, wish.priority, stored=wish.stored, book=self)
@@ -328,7 +329,7 @@ class Leases(Generic[Block]):
         """A tenant's retentions that a prompt with these block keys passes, the shortest first. They count as used."""
         if tenant not in self._accounts:
             return []
-        with self._lock:
+        with self.lock:
             self.expire()
             found = self._along(tenant, keys)
             for one in found:
@@ -346,7 +347,7 @@ class Leases(Generic[Block]):
     def adopt(self, lease: Lease[Block]) -> bool:
         """Enter a retention of another process, which has no blocks here yet; one that is known here takes over what is longer
         or more urgent. False if the tenant has too many."""
-        with self._lock:
+        with self.lock:
             account = self._accounts.get(lease.tenant, _Account[Block]())
             known = account.leases.get(lease.key)
             if known is not None:
@@ -360,7 +361,7 @@ class Leases(Generic[Block]):
 
     def yield_blocks(self) -> bool:
         """Give up the blocks of the retention with the lowest rank. False if no retention has blocks."""
-        with self._lock:
+        with self.lock:
             lowest = min((one for one in self.all() if one.blocks), key=_rank, default=None)
             if lowest is not None:
                 self._let_go(self._accounts[lowest.tenant].blocks, lowest)
@@ -368,7 +369,7 @@ class Leases(Generic[Block]):
 
     def release(self, tenant: str, keys: Iterable[bytes]) -> list[Lease[Block]]:
         """End a tenant's retentions along a chain of keys."""
-        with self._lock:
+        with self.lock:
             found = self._along(tenant, keys)
             for one in found:
                 self._end(one)
@@ -376,7 +377,7 @@ class Leases(Generic[Block]):
 
     def expire(self) -> None:
         """End the retentions whose time is over."""
-        with self._lock:
+        with self.lock:
             now = self._clock()
             if now < self._next_expiry:
                 return
