@@ -32,7 +32,7 @@ from foreword.router.replicas import CONNECTION_ERRORS, ReplicaProbe, Upstream, 
 
 # Smaller fields are compared without white space and the order of their keys, larger ones as they are written.
 _MOST_REWRITTEN: Final = 64 << 10
-# Of a shorter prompt too little is left at its start to tell it from others.
+# A shorter prompt has too little left at its start to tell it from others.
 _LEAST_START: Final = 512
 # The prompt, in the order in which templates render it.
 _PROMPT: Final = ("system", "instructions", "messages", "prompt", "input")
@@ -176,7 +176,7 @@ class Ask:
 
     @property
     def _keys(self) -> list[bytes]:
-        # What was served is innocent: the start of a common system prompt, for one.
+        # A served prefix is innocent: the start of a common system prompt, for one.
         return [one for one in self._asked if one is not None and not self._suspects.was_served(one)]
 
     def _known(self) -> list[_Suspicion]:
