@@ -113,7 +113,7 @@ class TokenChain:
 
     Attributes:
         root: the root key of the tenant's chains.
-        public: how many of the first blocks are public (`public.py`).
+        public: how many of the first blocks are public (`public_blocks.py`).
     """
 
     __slots__ = ("_behind", "_extras", "_first", "block_size", "keys", "public", "root", "tokens")
