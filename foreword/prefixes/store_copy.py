@@ -27,8 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
-from foreword.blocks.public import named_root
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES, named_root
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnreadable
 from foreword.prefixes.erasure import SCAN_WITHIN
 from foreword.prefixes.open_erasures import ERASURES
