@@ -27,8 +27,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from foreword.blocks.keys import named_root
 from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
-from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
 from foreword.offload.counters import OffloadStatus

@@ -20,9 +20,8 @@ from functools import partial
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any
 
-from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES, PUBLIC_ROOT, is_public
 from foreword.blocks.layout import ROOT_BYTES, Layout, block_names, key_of
-from foreword.blocks.public import PUBLIC_ROOT, is_public
 from foreword.blocks.public_blocks import roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable

@@ -489,7 +489,8 @@ class ForewordConnectorWorker:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
             named = [name for group, root, key in metadata.deletes for name in block_names(layouts[group], root, [key])]
             self.offload.delete(lambda: named)
-        retire(self.offload, self._info, metadata.retired)
+        if metadata.retired:
+            retire(self.offload, self._info, metadata.retired)
         if self._leases is not None:
             for lease in metadata.leases:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):
