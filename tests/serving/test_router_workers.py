@@ -27,8 +27,7 @@ from test_router_deaths import Mortals
 
 from foreword.api.stored_responses import StoredResponses
 from foreword.errors import NotFound
-from foreword.router.asked import AskDigests
-from foreword.router.suspicious import Ask
+from foreword.router.suspicious import Ask, AskDigests
 from foreword.router_extras.router_prefixes import NewPrefix, PrefixRegistry
 from foreword.router_extras.workers.bus import Told, WorkerBus
 from foreword.router_extras.workers.shared_quotas import SharedMemory
