@@ -49,7 +49,7 @@ from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.prefixes.stored_names import StoredPrefixes, models_with_names
+from foreword.prefixes.stored_names import PrefixStorage, models_with_names
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.store_keys import keys_of
 from foreword.store.types import Reach
@@ -119,7 +119,7 @@ class EngineParts:
         """The engine's named prefixes."""
         info, offload, storage, cache = self.info, self.offload, None, self.core.cache
         if offload is not None and self.pins is not None:
-            storage = StoredPrefixes(offload.store, self.pins, info.name, info.block_size, cache.public, self.earlier)
+            storage = PrefixStorage(offload.store, self.pins, info.name, info.block_size, cache.public, self.earlier)
 
         def tokenize(content: Content) -> list[int]:
             if isinstance(content, str):
@@ -252,7 +252,7 @@ def _retire(offload: EngineStores, pins: StorePins, tenant: bytes, alone: Alone)
     if alone.drop:
         offload.delete(unneeded)
     else:
-        offload.drop_held(unneeded)
+        offload.drop_deferred(unneeded)
 
 
 def _in_namespace(

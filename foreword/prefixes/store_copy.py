@@ -31,6 +31,7 @@ from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES, named_root
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnreadable
 from foreword.prefixes.erasure import SCAN_WITHIN
 from foreword.prefixes.open_erasures import ERASURES
+from foreword.prefixes.tier_erasure import stream
 from foreword.store.base import FAILED, FOREIGN, MISSING, Name, StoredBlock, record_tenant
 from foreword.store.frame import Frame
 from foreword.store.shared_records import checksum_of
@@ -180,7 +181,7 @@ class _PatientTier:
 
     def listed(self, listing: _Listing[Result]) -> list[Result]:
         """All results of a listing, which begins again when it breaks off."""
-        return self.ask(lambda: [*self.tier.stream(lambda: listing(deadline=time.monotonic() + SCAN_WITHIN))])
+        return self.ask(lambda: [*stream(self.tier, lambda: listing(deadline=time.monotonic() + SCAN_WITHIN))])
 
     def keys(self, prefix: str) -> list[str]:
         return self.ask(lambda: self.store.records(prefix, deadline=self.soon()))

@@ -63,7 +63,7 @@ from foreword.store.types import Reach
 from foreword.store.urls import parse
 
 if TYPE_CHECKING:
-    from foreword.integrations.vllm_extras.interfaces import ChangeWatch, Endpoint, InstanceEndpoint, Leases
+    from foreword.integrations.vllm_extras.interfaces import ChangeWatch, Endpoint, InstanceEndpoint, InstanceLeases
 
 logger = logging.getLogger(__name__)
 
@@ -527,7 +527,7 @@ class ForewordConnectorWorker:
     # Hand-off
 
     @property
-    def _leases(self) -> Leases | None:
+    def _leases(self) -> InstanceLeases | None:
         return self._instances.leases if self._instances is not None else None
 
     def begin_step(self, metadata: ForewordConnectorMetadata) -> None:

@@ -92,7 +92,7 @@ class InstalledControl(ControlExtra):
             if one.drop:
                 offload.delete(unneeded)
             else:
-                offload.drop_held(unneeded)
+                offload.drop_deferred(unneeded)
 
 
 CONTROL: Final = InstalledControl()
