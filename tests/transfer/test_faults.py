@@ -525,7 +525,7 @@ def delivered(giving: Recorder, connection: Connection, seed: int = 5) -> object
     return source
 
 
-def test_a_lost_taken_message() -> None:
+def test_a_lost_taken_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection breaks after the destination took a request and before `Taken` arrives: the source asks and learns it."""
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
@@ -537,7 +537,7 @@ def test_a_lost_taken_message() -> None:
         destination = decode.await_("finished")
         assert isinstance(destination, KVDestination)
         # Taken says so into a connection that breaks before it is sent.
-        destination.channel._queue.close()
+        monkeypatch.setattr(destination.channel, "post", lambda *_, **__: None)
         assert destination.take()
         connection.close()
         assert source.wait(PATIENCE) is TransferOutcome.TAKEN  # type: ignore[attr-defined]
