@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -62,6 +62,21 @@ def not_negative(default: float) -> float:
 
 def one_of(choices: tuple[str, ...], default: T) -> T:
     return checked(default, f"{', '.join(choices[:-1])} or {choices[-1]}", lambda value: value in choices)
+
+
+def fixed(value: str) -> str:
+    """Why a key is unknown that once was known."""
+    return f"it is {value} and cannot be set; remove it"
+
+
+def constant(default: T, value: str) -> T:
+    """A parameter of a section's constructor that no configuration sets. `value` is for the error of who tries."""
+    return field(default=default, kw_only=True, metadata={"gone": fixed(value)})
+
+
+def keys_of(kind: type[Any]) -> list[Field[Any]]:
+    """The fields of a section that a configuration may set."""
+    return [one for one in fields(kind) if "gone" not in one.metadata]
 
 
 def check_section(section: str, config: Any) -> None:

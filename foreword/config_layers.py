@@ -13,14 +13,14 @@ from dataclasses import fields
 from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from foreword.config import read_text
+from foreword.config import keys_of, read_text
 from foreword.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
 ENV_PREFIX = "FOREWORD_"
-# What Kubernetes sets in every pod for a Service whose name begins with "foreword" (kubernetes.io, "Service", "Environment
-# variables"), without the prefix. A Service `foreword-server` gives FOREWORD_SERVER_PORT, which is also a key's name.
+# Variables that Kubernetes sets in every pod for a Service whose name begins with "foreword" (its "Environment variables"
+# of Services), without the prefix. A Service `foreword-server` gives FOREWORD_SERVER_PORT, which is also a key's name.
 _SERVICE_NAME = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 
@@ -35,8 +35,8 @@ def is_service_variable(name: str, value: str) -> bool:
 def file_keys(kind: type[Any]) -> dict[str, str]:
     """`NAME_file` of each secret key of a section, and its NAME. A section that has a key for the file itself, as `secret_file`
     for `secret` and `api_key_file` for `api_keys`, reads it in its own way."""
-    names = {item.name for item in fields(kind)}
-    secret = [item.name for item in fields(kind) if not item.repr]
+    names = {item.name for item in keys_of(kind)}
+    secret = [item.name for item in keys_of(kind) if not item.repr]
     return {f"{name}_file": name for name in secret if not {f"{name}_file", f"{name.removesuffix('s')}_file"} & names}
 
 
@@ -56,9 +56,10 @@ def merged_layers(kind: type[Any], layers: Iterable[Mapping[str, Any]]) -> dict[
 
 def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
     """Create a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a wrong value. `GONE` of a
-    class has keys of earlier versions, and what they are now."""
-    hints = get_type_hints(kind)
-    secret = {item.name for item in fields(cast(Any, kind)) if not item.repr}
+    class has keys of earlier versions, and what to do about each."""
+    types, keys = get_type_hints(kind), keys_of(kind)
+    hints = {item.name: types[item.name] for item in keys}
+    secret = {item.name for item in keys if not item.repr}
     files = file_keys(kind)
     for file, key in files.items():
         if values.get(file) and values.get(key):
@@ -72,8 +73,10 @@ def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
             found[files[key]] = text.splitlines() if get_origin(hints[files[key]]) is tuple else text
     for key in found:
         if key not in hints:
-            gone = dict(getattr(kind, "GONE", ())).get(key)
-            hint = f": it is {gone} and cannot be set; remove it" if gone else did_you_mean(key, [*hints, *files])
+            gone = {one.name: one.metadata.get("gone") for one in fields(cast(Any, kind))} | dict(
+                getattr(kind, "GONE", ())
+            )
+            hint = f": {gone[key]}" if key in gone else did_you_mean(key, [*hints, *files])
             raise ConfigError(f"unknown configuration key {where}.{key}{hint}")
     return kind(**{key: _coerce(f"{where}.{key}", hints[key], found[key], secret=key in secret) for key in found})
 

@@ -36,15 +36,6 @@ def decode_msgpack(data: bytes | bytearray | memoryview, kind: type[Value]) -> V
     return found
 
 
-def decode_object(data: bytes | bytearray) -> dict[str, Any]:
-    """The object that this JSON is, with values of any type; an empty one for anything else."""
-    try:
-        found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def convert(value: Any, kind: type[Value], *, strict: bool = True) -> Value:
     """Check what was decoded without a type. Raises msgspec.ValidationError. `strict`: text is text, also where a number is
     wanted."""

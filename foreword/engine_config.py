@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from foreword.config import at_least, between, check_section, checked, one_of, parse_bytes
+from foreword.config import at_least, between, check_section, checked, fixed, one_of, parse_bytes
 from foreword.errors import ConfigError
 
 KV_MEMORY_FORMS = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
@@ -89,7 +89,7 @@ class EngineConfig:
         audit_evidence: put the tokens and the wrong KV into these reports, for `foreword audit rerun`. Both reveal the prompt.
     """
 
-    GONE = (("shared_prefix_attention", "on"),)
+    GONE = (("shared_prefix_attention", fixed("on")),)
     model: str | None = None
     served_model_name: str | None = None
     dtype: str = one_of(("auto", "float32", "bfloat16", "float16"), "auto")
@@ -152,7 +152,7 @@ class PrefixConfig:
         retain_tenant_share: share of retain_budget that one tenant may keep.
     """
 
-    GONE = (("retain_entries", "128"), ("retain_seconds", "a day"))
+    GONE = (("retain_entries", fixed("128")), ("retain_seconds", fixed("a day")))
     budget: str = "50%"
     retain_budget: str = "25%"
     retain_tenant_share: float = between(0.0, 1.0, 1.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from foreword.config import (
     SHORTEST_SECRET,
@@ -16,6 +15,8 @@ from foreword.config import (
     between,
     check_secret,
     check_section,
+    constant,
+    fixed,
     not_negative,
     one_of,
     parse_bytes,
@@ -23,7 +24,6 @@ from foreword.config import (
 )
 from foreword.errors import ConfigError
 from foreword.host_addresses import is_loopback
-from foreword.request_errors import ModelNotFound
 
 # Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
 _BODY_BYTES_PER_TOKEN = 64
@@ -63,9 +63,8 @@ class ServerConfig:
             default there are none. OpenTelemetry's variables set the rest (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME).
         router_key: key of a router that authenticates callers and names their cache salts.
         kv_events: address to publish KV events on, in vLLM's format, such as `tcp://127.0.0.1:5557` (`*` for all interfaces,
-            port 0 for a free one). With router_key they are encrypted for that router; without it, other addresses than
-            loopback need kv_events_open.
-        kv_events_replay: address for subscribers that ask for missed events; by default the port after that of kv_events.
+            port 0 for a free one); missed ones are asked for at the next port. With router_key they are encrypted for that
+            router; without it, other addresses than loopback need kv_events_open.
         kv_events_open: publish KV events in plain text although other hosts can read them, for a network that keeps others
             away. They contain the token ids of all prompts.
         record: new file for a trace of the traffic without text, for `foreword simulate`.
@@ -78,11 +77,7 @@ class ServerConfig:
         unknown_fields: fields of a body that have no effect: `report` names them in the answer's header `x-foreword-ignored`,
             `refuse` answers 400, `ignore` says nothing. A router passes on what another engine than Foreword's may understand.
         max_connections: maximum number of connections; at the limit an idle one is closed for a new one.
-        head_timeout: seconds that a client may take to send the head of a request.
-        body_timeout: seconds that a client may take to send a body, or longer if it sends at least 16 KiB per second.
-        write_timeout: seconds that a client may read nothing of its response before its connection is closed.
         keep_alive: seconds that an idle connection stays open.
-        stream_keep_alive: seconds without an event after which a stream sends a comment, so that proxies keep it open.
         tool_parser: how the model writes tool calls: `auto` (as its chat template does), `none`, hermes, llama3_json, mistral,
             harmony, qwen3_coder, or a format of an installed package.
         reasoning_parser: how the model writes reasoning: `auto`, `none`, think or mistral_think.
@@ -95,7 +90,7 @@ class ServerConfig:
             a quarter of it. A response is kept for a day after its last use.
     """
 
-    GONE = (("response_ttl", "a day"),)
+    GONE = (("response_ttl", fixed("a day")), ("kv_events_replay", fixed("the port after that of kv_events")))
     host: str = "127.0.0.1"
     port: int = between(0, 65535, 8000)
     allowed_hosts: tuple[str, ...] = ()
@@ -114,7 +109,6 @@ class ServerConfig:
     otlp_endpoint: str | None = None
     router_key: str | None = field(default=None, repr=False)
     kv_events: str | None = None
-    kv_events_replay: str | None = None
     kv_events_open: bool = False
     record: str | None = None
     record_salt: str | None = field(default=None, repr=False)
@@ -123,16 +117,19 @@ class ServerConfig:
     max_body: str = "auto"
     unknown_fields: str = one_of(("ignore", "report", "refuse"), "report")
     max_connections: int = at_least(1, 4096)
-    head_timeout: float = positive(10.0)
-    body_timeout: float = positive(30.0)
-    write_timeout: float = positive(60.0)
     keep_alive: float = positive(65.0)
-    stream_keep_alive: float = positive(15.0)
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     template_order: tuple[str, ...] = ()
     volatile_lines: tuple[str, ...] = ()
     response_memory: str = "64MiB"
+    # For a head, and while a client reads nothing of an answer: as proxies allow.
+    head_timeout: float = constant(10.0, "10 s")
+    write_timeout: float = constant(60.0, "60 s")
+    # Or longer at 16 KiB per second: a slow line is no reason for another value.
+    body_timeout: float = constant(30.0, "30 s, and longer at 16 KiB per second")
+    # Comments of a silent stream: as the HTML standard advises; proxies wait for 30 s and more.
+    stream_keep_alive: float = constant(15.0, "15 s")
 
     def __post_init__(self) -> None:
         check_section("server", self)
@@ -149,8 +146,6 @@ class ServerConfig:
                     f"{origin!r} is not an origin; write it as https://chat.example.org (--allowed-origins)"
                 )
         parse_bytes(self.response_memory, "server.response_memory (--response-memory)")
-        if self.kv_events_replay is not None and self.kv_events is None:
-            raise ConfigError("server.kv_events_replay needs server.kv_events")
 
     @property
     def is_local(self) -> bool:
@@ -186,7 +181,6 @@ class RouterConfig:
         replica_services: `NAMESPACE/SERVICE[:PORT]`, optionally followed by options as for `replicas`: the pods of a Kubernetes
             Service, watched through its EndpointSlices.
         kubernetes_api: URL of the Kubernetes API server; by default that of the cluster in which the router runs.
-        kubernetes_credentials: folder with the files `token` and `ca.crt` for the Kubernetes API; read again when they change.
         pod_deletion_cost: write into the pods of `replica_services` how many blocks they hold, so that Kubernetes removes the
             pod with the fewest first (`controller.kubernetes.io/pod-deletion-cost`). The router must be allowed to patch pods.
         replica_key: API key for calls to replicas; by default the caller's key.
@@ -206,11 +200,8 @@ class RouterConfig:
         stall_timeout: seconds without data after which a replica that streams a response counts as failed. A replica that is
             silent before the first token gets a small test request, and counts as failed if it does not answer that.
         max_attempts: maximum number of replicas that a request is sent to.
-        connect_timeout: seconds to connect to a replica.
-        health_interval: seconds between health checks of a replica.
-        health_timeout: seconds that a health check may take.
+        health_interval: seconds between health checks of a replica, which may take as long, and at least 2.
         failures: consecutive failures that open a replica's circuit breaker.
-        decisions: number of placement decisions kept for /v1/router/decisions.
         warm_seconds: seconds that a replica that joins may take to load the prefixes that are used most from its stores, before
             it gets requests; 0: none.
         measure_seconds: seconds that a prompt of 2,000 tokens may take with which a replica that joins is measured while it is
@@ -218,29 +209,27 @@ class RouterConfig:
         cost_file: file that keeps the learned costs of replicas, by kind of machine, over restarts of the router.
         min_prefill: prompts with fewer tokens to compute are never sent to a prefill replica.
         directory_blocks: maximum number of blocks in the directory of all replicas, about 16 bytes each.
-        tokenize_timeout: seconds that a replica may take to tokenize a prompt. If a response can only be continued with a
-            replica's tokenizer, replicas get up to 25 times as long.
-        tokenize_patience: seconds that a request waits for its tokens; longer, up to tokenize_timeout, while computing what is
-            not known of its prompt would take longer. Then its known part, or its text, is compared.
         picker: `HOST:PORT` on which a gateway, such as Envoy, asks by gRPC where to send requests; by default none may.
-        picker_open: let the gateway choose where no replica takes a request, unless API keys are configured.
         picker_objectives: priorities of a gateway's objectives, as `NAME=NUMBER`; higher is more urgent, as in Kubernetes.
         picker_trusts_headers: believe the gateway's headers about objective, fairness id and model: clients cannot set them.
-        picker_tls_certificate_file: file with a TLS certificate for the picker; by default it speaks plain text.
-        picker_tls_key_file: file with the key of that certificate.
+        picker_tls_certificate_file: certificate of the picker with its private key, in PEM, or a folder with `tls.crt` and
+            `tls.key`, as a Secret of Kubernetes; by default it speaks plain text.
         audit_every: repeat one request in N that hit, with its cache and without, while no client waits, and compare; 0: none.
-        audit_budget: prompt tokens of repeated requests, as a share of those of all requests.
+            Repeated requests have at most a hundredth of all prompt tokens.
         audit_reports: folder for a report of each hit that differs, and for the salts that the router has changed then.
     """
 
-    GONE = (("session_ttl", "an hour"), ("picker_timeout", "10 s"), ("picker_streams", "8,192"))
+    GONE = (
+        *(("session_ttl", fixed("an hour")), ("picker_timeout", fixed("10 s")), ("picker_streams", fixed("8,192"))),
+        *(("decisions", fixed("1,000")), ("picker_open", fixed("off"))),
+        ("picker_tls_key_file", "picker_tls_certificate_file names the file of both, or their folder"),
+    )
     replicas: tuple[str, ...] = ()
     prefill: tuple[str, ...] = ()
     replica_file: str | None = None
     replica_dns: tuple[str, ...] = ()
     replica_services: tuple[str, ...] = ()
     kubernetes_api: str | None = None
-    kubernetes_credentials: str = "/var/run/secrets/kubernetes.io/serviceaccount"
     pod_deletion_cost: bool = False
     replica_key: str | None = field(default=None, repr=False)
     policy: str = "cost"
@@ -255,27 +244,31 @@ class RouterConfig:
     request_timeout: float = positive(600.0)
     stall_timeout: float = positive(60.0)
     max_attempts: int = at_least(1, 3)
-    connect_timeout: float = positive(2.0)
     health_interval: float = positive(2.0)
-    health_timeout: float = positive(2.0)
     failures: int = at_least(1, 3)
-    decisions: int = at_least(1, 1000)
     warm_seconds: float = between(0.0, 600.0, 10.0)
     measure_seconds: float = between(0.0, 600.0, 10.0)
     cost_file: str | None = None
     min_prefill: int = at_least(0, 512)
     directory_blocks: int = at_least(1, 4_000_000)
-    tokenize_timeout: float = positive(1.0)
-    tokenize_patience: float = not_negative(0.05)
     picker: str | None = None
-    picker_open: bool = False
     picker_objectives: tuple[str, ...] = ()
     picker_trusts_headers: bool = False
     picker_tls_certificate_file: str | None = None
-    picker_tls_key_file: str | None = None
     audit_every: int = at_least(0, 0)
-    audit_budget: float = between(0.0, 1.0, 0.01)
     audit_reports: str | None = None
+    # Kubernetes mounts `token` and `ca.crt` there in every pod.
+    kubernetes_credentials: str = constant(
+        "/var/run/secrets/kubernetes.io/serviceaccount", "the folder of a pod's service account"
+    )
+    # A replica that accepts no connection for so long is down, also in another region.
+    connect_timeout: float = constant(2.0, "2 s")
+    health_timeout: float = constant(2.0, "health_interval, and at least 2 s")  # what runs longer meets the next check
+    # A replica's time for a prompt, 25 times as long for a broken answer, and the least that a request waits for it: longer
+    # while computing what is not known would take longer.
+    tokenize_timeout: float = constant(1.0, "1 s")
+    tokenize_patience: float = constant(0.05, "50 ms, or what computing the prompt would take")
+    audit_budget: float = constant(0.01, "a hundredth of all prompt tokens")  # small beside what clients ask
 
     def __post_init__(self) -> None:
         check_section("router", self)
@@ -285,11 +278,7 @@ class RouterConfig:
         if self.pod_deletion_cost and not self.replica_services:
             raise ConfigError("router.pod_deletion_cost needs router.replica_services (--replica-service)")
 
-
-def check_source(source: str, what: str) -> bool:
-    """Whether it is a folder; otherwise it may be a name on the hub. Raises ModelNotFound if it can be neither."""
-    if Path(source).expanduser().is_dir():
-        return True
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is None:
-        raise ModelNotFound(f"{source!r} is not a folder with {what}; give a folder, or a hub name such as owner/name")
-    return False
+    @property
+    def health_seconds(self) -> float:
+        """Seconds that a health check may take."""
+        return max(self.health_interval, self.health_timeout)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from foreword.config import between, check_secret, check_section, not_negative, parse_bytes, positive
+from foreword.config import between, check_secret, check_section, constant, not_negative, parse_bytes, positive
 from foreword.config_layers import ENV_PREFIX, build, is_service_variable, merged_layers
 from foreword.errors import ConfigError
 
@@ -87,7 +87,6 @@ class EncryptionConfig:
         master_key_file: file with one such entry per line; it is read again when a data key names an unknown one.
         master_key_command: command that prints such lines, for a key management service; it is run when they are needed.
         read_plain: also read blocks and records that are not encrypted, while encryption is switched on in a fleet.
-        check_seconds: seconds after which a server looks again whether a data key exists.
         outage_seconds: seconds for which data keys are used while the key store does not answer.
     """
 
@@ -96,8 +95,8 @@ class EncryptionConfig:
     master_key_file: str | None = None
     master_key_command: str | None = field(default=None, repr=False)
     read_plain: bool = False
-    check_seconds: float = between(0.01, 60.0, 1.0)
     outage_seconds: float = between(0.0, 3600.0, 30.0)
+    check_seconds: float = constant(1.0, "1 s")  # how long a key that is destroyed may still be used elsewhere
 
     def __post_init__(self) -> None:
         sources = [one for one in (self.master_keys, self.master_key_file, self.master_key_command) if one]

@@ -41,8 +41,8 @@ class TransferConfig:
             a migration to this instance (`push`) or a read of its blocks (`get`), for example `get=...` or `pull+get=...`.
         tls: encrypt connections over TCP with TLS 1.3; all instances or none. It needs a secret, and where this instance
             listens a certificate.
-        tls_certificate_file: certificate in PEM; it may be self-signed, because the secret authenticates it.
-        tls_key_file: its private key in PEM; by default in the same file.
+        tls_certificate_file: certificate with its private key, in PEM, or a folder with `tls.crt` and `tls.key`, as a Secret of
+            Kubernetes. It may be self-signed, because the secret authenticates it.
         links: links to use for payloads, of shm and tcp: the first one that both sides support, in the order of the side
             that connects. tcp is required and ends the list.
         ring: receive buffer per connection and direction; also the limit for the size of a part (half of it with shared
@@ -58,6 +58,7 @@ class TransferConfig:
         min_tokens: prompts with fewer tokens to compute are prefilled locally, even if a router asks for remote prefill.
     """
 
+    GONE = (("tls_key_file", "tls_certificate_file names the file of both, or their folder"),)
     bind: str = "127.0.0.1:0"
     advertise: str | None = None
     secret: str | None = field(default=None, repr=False)
@@ -66,7 +67,6 @@ class TransferConfig:
     limited_secrets: tuple[str, ...] = field(default=(), repr=False)
     tls: bool = False
     tls_certificate_file: str | None = None
-    tls_key_file: str | None = None
     links: tuple[str, ...] = ("shm", "tcp")
     ring: str = "32MiB"
     queue: str = "32MiB"
@@ -90,8 +90,8 @@ class TransferConfig:
             )
         if self.secret is None and self.secret_file is None and (self.tls or self.shared_secrets()):
             raise ConfigError("transfer.tls, previous_secrets and limited_secrets need transfer.secret")
-        if not self.tls and (self.tls_certificate_file or self.tls_key_file):
-            raise ConfigError("transfer.tls_certificate_file and tls_key_file need transfer.tls")
+        if not self.tls and self.tls_certificate_file:
+            raise ConfigError("transfer.tls_certificate_file needs transfer.tls")
         unknown = [link for link in self.links if link not in ("shm", "tcp")]
         if unknown:
             raise ConfigError(f"transfer.links: unknown link {', '.join(unknown)}; the known links are shm and tcp")

@@ -3,10 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
-from foreword.decoders import decode_object
-
 # Each round has new types, which four threads need at once. Switching often makes the race likely within a few rounds.
 RACE = """
 import sys, threading
@@ -42,10 +38,3 @@ def test_threads_may_need_a_type_at_once() -> None:
     """The first use of a type by several threads decodes rightly. msgspec alone ends the process with a segmentation fault."""
     done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b'{"a": "\xff"}', b"[" * 100_000], ids=range(6))
-def test_what_is_no_object(data: bytes) -> None:
-    """A text that is no JSON, not UTF-8, too deep, or another value than an object is read as an empty object."""
-    assert decode_object(b'{"a": 1}') == {"a": 1}
-    assert decode_object(data) == {}

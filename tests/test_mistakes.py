@@ -139,8 +139,6 @@ SERVE = [
         "other hosts can read the token ids of all prompts at tcp://0.0.0.0:0 (--kv-events)",
     ),
     ("--kv-events tcp://*:5557", "set --router-key, which encrypts them"),
-    ("--kv-events tcp://127.0.0.1:0 --kv-events-replay tcp://*:0", "(--kv-events-replay)"),
-    ("--kv-events-replay tcp://127.0.0.1:0", "server.kv_events_replay needs server.kv_events"),
     ("--record {folder}/none/trace.jsonl", "{folder}/none/trace.jsonl"),
     ("--audit-reports {folder}/file/reports", "cannot be created: Not a directory"),
     # Transfers
@@ -152,7 +150,7 @@ SERVE = [
     ("--transfer-ring 1KiB", "transfer.ring must be at least 64KiB"),
     ("--role leader", "server.role must be prefill, decode or both"),
     ("--transfer-bind unix:{folder}/none/socket --role both", "there is no folder {folder}/none"),
-    ("--transfer-tls-certificate-file {folder}/none", "need transfer.tls"),
+    ("--transfer-tls-certificate-file {folder}/none", "needs transfer.tls"),
     # Keys that can be guessed, where other hosts can try
     (
         "--host 0.0.0.0 --admin-key short",
@@ -165,7 +163,7 @@ SERVE = [
     ("--kv-memory 0", "engine.kv_memory (--kv-memory) is '0'"),
     ("--drain-seconds -5", "server.drain_seconds must be 0 or more"),
     ("--drain-seconds nan", "server.drain_seconds must be 0 or more"),
-    ("--head-timeout inf", "server.head_timeout must be more than 0, not inf"),
+    ("--keep-alive inf", "server.keep_alive must be more than 0, not inf"),
     ("--store-flush-seconds -1", "store.flush_seconds must be 0 or more"),
     ("--max-body 0", "server.max_body (--max-body) must be at least one byte"),
     ("--store-staging 0", "must have room for a block"),
@@ -227,7 +225,10 @@ ROUTE = [
     (f"{REPLICA} --audit-reports {{folder}}/file/reports", "cannot be created: Not a directory"),
     (f"{REPLICA} --tenant-weight a", "TENANT=WEIGHT"),
     (f"{REPLICA} --picker 9002", "--picker is written HOST:PORT"),
-    (f"{REPLICA} --picker 127.0.0.1:0 --picker-tls-key-file {{folder}}/none", "given together"),
+    (
+        f"{REPLICA} --picker 127.0.0.1:0 --picker-tls-certificate-file {{folder}}/none",
+        "certificate and key: No such file",
+    ),
     ("--replica-dns http://user@host:1", "--replica-dns"),
     (f"{REPLICA} --max-attempts 0", "router.max_attempts must be at least 1"),
     (f"{REPLICA} --warm-seconds 1e9", "router.warm_seconds must be between"),
@@ -244,11 +245,7 @@ ROUTE = [
     (f"{REPLICA} --tenant-weight a=nan", "TENANT=WEIGHT"),
     (f"{REPLICA} --tenant-priority a=inf", "TENANT=NUMBER"),
     (f"{REPLICA} --tokenizer {{folder}}/empty", "the folder has no tokenizer.json"),
-    (f"{REPLICA} --picker-open", "needs router.picker (--picker)"),
-    (
-        "--replica-service a/b --kubernetes-api http://127.0.0.1:1 --kubernetes-credentials {folder}/none",
-        "there is no folder {folder}/none (--kubernetes-credentials)",
-    ),
+    (f"{REPLICA} --picker-trusts-headers", "needs router.picker (--picker)"),
 ]
 OTHERS = [
     ("simulate", "{folder}/trace.jsonl --runs 5", "--runs and --jobs need --slo"),

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import typer
 
+from foreword.config import keys_of
 from foreword.config_files import read_tables
 from foreword.config_layers import ENV_PREFIX, build, file_keys, is_service_variable, merged_layers
 from foreword.configuration import Config
@@ -51,7 +52,6 @@ _NOT_FOR_ROUTERS = {("encryption", "read_plain")} | {
         "max_queue",
         "router_key",
         "kv_events",
-        "kv_events_replay",
         "kv_events_open",
         "role",
         "drain_to",
@@ -132,7 +132,7 @@ def config_flags() -> Iterator[ConfigFlag]:
     for section, kind in get_type_hints(Config).items():
         texts = attribute_texts(kind.__doc__ or "")
         hints = get_type_hints(kind)
-        for item in dataclasses.fields(kind):
+        for item in keys_of(kind):
             wanted = _flag_type(hints[item.name])
             yield ConfigFlag(section, item.name, wanted, texts.get(item.name, ""), item.default, secret=not item.repr)
         for file, name in file_keys(kind).items():
@@ -361,9 +361,7 @@ def _read_environment(environ: Mapping[str, str]) -> tuple[_Layer, list[str]]:
 def _meant(given: str) -> str:
     """The variable that was probably meant by one without a known section: one whose name is close, or that of a key of several
     words. A single word such as `seed` or `port` is more likely another program's."""
-    keys = {
-        f"{section}_{item.name}": item.name for section, kind in _SECTIONS.items() for item in dataclasses.fields(kind)
-    }
+    keys = {f"{section}_{item.name}": item.name for section, kind in _SECTIONS.items() for item in keys_of(kind)}
     close = difflib.get_close_matches(given, keys, n=1, cutoff=_CLOSE)
     close += [name for name, key in keys.items() if key == given and "_" in key]
     return f"{ENV_PREFIX}{close[0].upper()}" if close else ""

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import httpx
 
+from foreword.api.dialects.answer_reader import decode_object
 from foreword.cli.server_client import is_secure
-from foreword.decoders import decode_object
 from foreword.errors import ForewordError, reason_of
 from foreword.observability.scrape import KINDS, Kind, Scrape
 
@@ -96,7 +96,7 @@ class ProbedServer:
         """The kind of the server; None if it is none of them."""
         known = (self.json("/ui/data/kind") or {}).get("kind")
         text = self.call("GET", "/metrics").text
-        # What stands in front of a server may hide its pages.
+        # A proxy in front of a server may hide its pages.
         return next((kind for kind, name in KINDS.items() if known == kind or name in text), None)
 
     def metrics(self) -> Scrape:

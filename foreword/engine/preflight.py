@@ -23,13 +23,13 @@ from foreword.config import check_folder, parse_bytes
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean, reason_of
-from foreword.process_config import check_source
 from foreword.prompt_order import PromptOrder
 from foreword.request_errors import ModelNotFound
 from foreword.store.store_keys import keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse
 from foreword.store_config import EncryptionConfig, StoreConfig
+from foreword.tokens.model_source import check_source
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import TlsSettings
 from foreword.transfer_config import TransferConfig

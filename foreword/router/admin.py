@@ -14,8 +14,6 @@ from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock, parse_spec
 from foreword.router.router import Router
 
-_MAX_DECISIONS: Final = 1000
-
 _PATH: Final = "/v1/router/"
 
 
@@ -97,7 +95,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
     async def decisions(call: Call) -> dict[str, Any]:
         """The last placement decisions, newest first (`?last=100`)."""
         query: DecisionsQuery = call.query
-        return {"object": "list", "data": router.decisions.last(min(query.last, _MAX_DECISIONS))}
+        return {"object": "list", "data": router.decisions.last(query.last)}
 
 
 def _pool_state(pool: ReplicaPool) -> dict[str, Any]:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 # Longer bodies wait until the replica reads.
 _MOST_BYTES: Final = 1 << 16
 _MAX_HEADER = 1000
+_KEPT_DECISIONS: Final = 1000  # what an operator looks at
 _MIN_PAUSE: Final = 0.1
 _MAX_PAUSE: Final = 5.0
 
@@ -121,10 +122,10 @@ class DecisionRecord:
 
 
 class DecisionLog:
-    """The last `size` decisions (`records`, the newest last)."""
+    """The last decisions (`records`, the newest last)."""
 
-    def __init__(self, size: int) -> None:
-        self.records: deque[DecisionRecord] = deque(maxlen=size)
+    def __init__(self) -> None:
+        self.records: deque[DecisionRecord] = deque(maxlen=_KEPT_DECISIONS)
 
     def record(self, request_id: str, tenant: str, dialect: str, attempt: Attempt, previous: str = "") -> str:
         """Record a decision and return it in words. `previous` says why an earlier attempt failed."""

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 
-from foreword.decoders import decode_object
+from foreword.api.dialects.answer_reader import decode_object
 from foreword.errors import ConfigError, did_you_mean
 from foreword.process_config import RouterConfig
 from foreword.request_errors import ReplicaFailed, RequestLost, connection_reason
@@ -41,7 +41,7 @@ _LOGPROBS_SECONDS: Final = 10.0
 _LOOKS: Final = 20
 _LOOK_SECONDS: Final = 0.1
 ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
-# What an aiohttp call raises when the server is unreachable or the connection breaks.
+# Errors that an aiohttp call raises when the server is unreachable or the connection breaks.
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 _ROW: Final = 16
 _SAMPLE: Final = 256
@@ -335,7 +335,7 @@ class Upstream:
 
     @property
     def weights(self) -> str | None:
-        """Which weights it serves: a replica with an equal value may continue its responses. None if that is not known."""
+        """The weights that it serves: a replica with an equal value may continue its responses. None if that is not known."""
         return self.info.weights if self.info is not None and not self.unconfirmed else None
 
     @property
@@ -461,7 +461,7 @@ class ReplicaProbe:
         self._config = config
         self._session = session
         self._headers = headers
-        self._timeout = aiohttp.ClientTimeout(total=config.health_timeout)
+        self._timeout = aiohttp.ClientTimeout(total=config.health_seconds)
         self._readings = LogprobReadings()
 
     async def health(self, upstream: Upstream) -> ProbeResult:
@@ -477,7 +477,7 @@ class ReplicaProbe:
         except aiohttp.ClientConnectorError as error:
             return ProbeResult(f"cannot connect: {connection_reason(error)}", certain=True, unreachable=True)
         except TimeoutError:
-            problem = f"no answer within {self._config.health_timeout:g} s"
+            problem = f"no answer within {self._config.health_seconds:g} s"
             return ProbeResult(problem, unreachable=True, timed_out=True)
         except CONNECTION_ERRORS as error:
             return ProbeResult(f"the connection broke: {type(error).__name__}", unreachable=True)
@@ -490,7 +490,7 @@ class ReplicaProbe:
         except aiohttp.ClientConnectorError as error:
             return f"cannot connect: {connection_reason(error)}"
         except TimeoutError:
-            return f"no answer within {self._config.health_timeout:g} s"
+            return f"no answer within {self._config.health_seconds:g} s"
         except CONNECTION_ERRORS as error:
             return f"the connection broke: {type(error).__name__}"
         return f"/health says {status}" if status >= 500 else ""

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from foreword.decoders import decode_object
+from foreword.api.dialects.answer_reader import decode_object
 from foreword.request_errors import ReplicaFailed
 from foreword.router.replica_metrics import parse_metrics
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, read_whole

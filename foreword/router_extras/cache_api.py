@@ -17,12 +17,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from foreword.api import cache_control, session_control
+from foreword.api.dialects.answer_reader import decode_object
 from foreword.api.dialects.decode import Limits, TooMany
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody, GenerateRequest
 from foreword.api.routes import Right, Routes
 from foreword.blocks.salt import Salt
-from foreword.decoders import decode_object
 from foreword.errors import BadRequest
 from foreword.request_errors import NoReplica
 from foreword.router.replica_body import edited, parse_request, read_body

@@ -14,7 +14,7 @@ from foreword.api.stored_responses import StoredResponses
 from foreword.config import check_folder, parse_bytes
 from foreword.errors import ConfigError
 from foreword.observability.recording import TraceRecorder
-from foreword.process_config import RouterConfig, ServerConfig, check_source
+from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.attempt import Attempt
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import ApplyReplicas, Audit, Order, RouterExtras
@@ -29,6 +29,7 @@ from foreword.router_extras.speed_probe import ReplicaSpeedProbes
 from foreword.router_extras.warm_up import PrefixWarmUp
 from foreword.router_extras.worker_links import workers_of
 from foreword.routing.disaggregation import DisaggregationPolicy
+from foreword.tokens.model_source import check_source
 
 if TYPE_CHECKING:
     from foreword.configuration import Config

@@ -44,11 +44,8 @@ _GONE: Final = 410
 
 
 def check_services(config: RouterConfig) -> None:
-    """Raises ConfigError for a Service that cannot be watched: how it is written, where the API is, or its credentials."""
+    """Raises ConfigError for a Service that cannot be watched: how it is written, or where the API is."""
     ApiServer(config.kubernetes_api, config.kubernetes_credentials)
-    folder = config.kubernetes_credentials
-    if folder != RouterConfig().kubernetes_credentials and not Path(folder).is_dir():
-        raise ConfigError(f"there is no folder {folder} (--kubernetes-credentials)")
     for text in config.replica_services:
         ServiceSpec.parse(text)
 

@@ -20,12 +20,12 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from foreword.api.dialects.answer_reader import check_whole
+from foreword.api.dialects.answer_reader import check_whole, decode_object
 from foreword.api.dialects.decode import Limits
 from foreword.api.request import GenerateRequest
 from foreword.api.rights import Tenant
 from foreword.blocks.salt import PUBLIC, Salt
-from foreword.decoders import decode_json, decode_object
+from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ConfigError, StoreUnavailable, reason_of
 from foreword.newest import Newest
 from foreword.prefixes.book import NamedPrefix, PrefixBook, content_of, size_of

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 _KEPT_MESSAGES: Final = 10_000
 # Limit for the memory of all kept messages, about 5 bytes per token id.
 _KEPT_BYTES: Final = 64 << 20
-# Of the snapshot, each place of a block counted: about 450 bytes per block of 16 tokens.
+# Blocks of the snapshot, each of their places counted: about 450 bytes per block of 16 tokens.
 _SNAPSHOT_BLOCKS: Final = 1 << 16
 
 _Message: Any = tuple[float, list[BlockStored | BlockRemoved], int]
@@ -215,14 +215,14 @@ class KvEvents:
 
     Args:
         block_size: tokens per block of the engine.
-        endpoint: `tcp://HOST:PORT` to listen on; `*` for all addresses, port 0 for a free one.
-        replay: the same for replays; None takes the next port (a free one after port 0).
+        endpoint: `tcp://HOST:PORT` to listen on (`*` for all addresses, port 0 for a free one), or `ipc://PATH`; replays are
+            asked for at the next port, or at PATH.replay.
         key: of the router. With it the events are encrypted (`api/event_curve.py`).
 
     Raises ConfigError if that is not possible.
     """
 
-    def __init__(self, block_size: int, endpoint: str, replay: str | None = None, key: str | None = None) -> None:
+    def __init__(self, block_size: int, endpoint: str, key: str | None = None) -> None:
         if key is not None and not zmq.has("curve"):
             raise ConfigError("KV events with a router's key need a ZeroMQ with CURVE: install the wheels of pyzmq")
         self._block_size = block_size
@@ -238,7 +238,7 @@ class KvEvents:
         self._replays_from = 0.0
         try:
             first = _bind(self._pub, endpoint)
-            second = _bind(self._router, replay or _next_port(endpoint))
+            second = _bind(self._router, _replays_at(endpoint))
         except ConfigError:
             self._close_sockets()
             raise
@@ -421,7 +421,10 @@ def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def _next_port(endpoint: str) -> str:
+def _replays_at(endpoint: str) -> str:
+    """Where subscribers ask for missed events: at the next port (a free one after port 0), or beside the socket's path."""
+    if endpoint.startswith("ipc:"):
+        return f"{endpoint}.replay"
     head, _, port = endpoint.rpartition(":")
     if not port.isdigit():
         raise ConfigError(f"{endpoint!r} is not an address such as tcp://127.0.0.1:5557 (--kv-events)")

@@ -80,21 +80,23 @@ def _publish_events(config: Config) -> KvEvents | None:
 
     given = config.server
     assert given.kv_events is not None
-    return KvEvents(config.engine.block_size, given.kv_events, given.kv_events_replay, given.router_key)
+    return KvEvents(config.engine.block_size, given.kv_events, given.router_key)
 
 
 def check_events(config: ServerConfig) -> None:
     """Raises ConfigError for KV events in plain text where other hosts can read them."""
-    for key, endpoint in (("kv-events", config.kv_events), ("kv-events-replay", config.kv_events_replay)):
-        host = (endpoint or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
-        plain = config.router_key is None and not config.kv_events_open
-        if endpoint is not None and re.fullmatch(r"tcp://.+:\d+|ipc://.+", endpoint) is None:
-            raise ConfigError(f"--{key} is written tcp://HOST:PORT or ipc://PATH, not {endpoint!r}")
-        if endpoint is not None and endpoint.startswith("tcp://") and not is_loopback(host) and plain:
-            raise ConfigError(
-                f"other hosts can read the token ids of all prompts at {endpoint} (--{key}): set --router-key, which encrypts "
-                "them for the router, bind 127.0.0.1, or, where the network keeps others away, add --kv-events-open"
-            )
+    endpoint = config.kv_events
+    if endpoint is None:
+        return
+    if re.fullmatch(r"tcp://.+:\d+|ipc://.+", endpoint) is None:
+        raise ConfigError(f"--kv-events is written tcp://HOST:PORT or ipc://PATH, not {endpoint!r}")
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    plain = config.router_key is None and not config.kv_events_open
+    if endpoint.startswith("tcp://") and not is_loopback(host) and plain:
+        raise ConfigError(
+            f"other hosts can read the token ids of all prompts at {endpoint} (--kv-events): set --router-key, which encrypts "
+            "them for the router, bind 127.0.0.1, or, where the network keeps others away, add --kv-events-open"
+        )
 
 
 def _recorder(config: Config) -> EngineRecorder | None:

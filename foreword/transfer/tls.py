@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final, cast
 
+from foreword.certificate_files import certificate_files
 from foreword.errors import ConfigError
 from foreword.store_config import EncryptionConfig
 from foreword.transfer.errors import PeerRejected, TransferTimeout, TransferUnavailable
@@ -40,7 +41,7 @@ class TlsSettings:
         self._server: ssl.SSLContext | None = None
         self._certificate = b""
         if config.tls and config.tls_certificate_file is not None:
-            self._server, self._certificate = _server_context(config.tls_certificate_file, config.tls_key_file)
+            self._server, self._certificate = _server_context(config.tls_certificate_file)
 
     @property
     def can_listen(self) -> bool:
@@ -71,11 +72,12 @@ def _client_context() -> ssl.SSLContext:
     return context
 
 
-def _server_context(certificate: str, key: str | None) -> tuple[ssl.SSLContext, bytes]:
+def _server_context(place: str) -> tuple[ssl.SSLContext, bytes]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
     try:
+        certificate, key = certificate_files(place)
         # An encrypted key is an error; without a password OpenSSL would ask for it at the terminal.
         context.load_cert_chain(certificate, key, password="")
         text = Path(certificate).read_text(encoding="ascii")
@@ -83,7 +85,7 @@ def _server_context(certificate: str, key: str | None) -> tuple[ssl.SSLContext, 
         return context, ssl.PEM_cert_to_DER_cert(text[start : text.index(_END, start) + len(_END)])
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot use transfer.tls_certificate_file {certificate} with its key: "
+            f"cannot use transfer.tls_certificate_file {place}: certificate and key: "
             f"{getattr(error, 'strerror', None) or error}"
         ) from error
 

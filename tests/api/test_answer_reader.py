@@ -12,7 +12,7 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.api.dialects.answer_reader import EventParser, check_whole, read_error
+from foreword.api.dialects.answer_reader import EventParser, check_whole, decode_object, read_error
 from foreword.api.dialects.chat_request import write_request
 from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.api.dialects.decode import Limits
@@ -279,3 +279,10 @@ def test_counts_of_every_dialect(dialect: DialectName) -> None:
             reader.read(event.data)
     assert reader.begun and reader.ended == (dialect in ("responses", "messages"))
     assert reader.counts[:3] == check_whole(to_json(whole.whole(USAGE)))[:3] == (4, 5, 7)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b'{"a": "\xff"}', b"[" * 100_000], ids=range(6))
+def test_what_is_no_object(data: bytes) -> None:
+    """A text that is no JSON, not UTF-8, too deep, or another value than an object is read as an empty object."""
+    assert decode_object(b'{"a": 1}') == {"a": 1}
+    assert decode_object(data) == {}

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from config_constants import constants
 from fake_vllm import FakeVllm, MemoryStorage, served
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm_stub import stubbed_vllm
@@ -29,6 +30,7 @@ from foreword.router.replica_metrics import parse_metrics
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore
+from foreword.store_config import EncryptionConfig
 from foreword.transfer.errors import TransferRefused
 
 SECRET = "a secret of the right length for tests"
@@ -132,7 +134,8 @@ def test_settings_of_encryption(vllm: Callable[[str], Any], tmp_path: Path, monk
     read = vllm("connector_config").ConnectorSettings.read
     monkeypatch.setenv("FOREWORD_ENCRYPTION_MASTER_KEYS", f"a:{'5a' * 32}")
     given = {"store": f"disk://{tmp_path}/kv?size=1MiB", "encryption": {"key_store": str(tmp_path / "keys")}}
-    settings = read({**given, "encryption": {**given["encryption"], "check_seconds": 0.01}})
+    with constants(EncryptionConfig, check_seconds=0.01):
+        settings = read(given)
     keys = settings.keys()
     assert keys.data is not None and settings.current(Salt(b"", b"client")) == Salt(b"", b"client")
     keys.data.destroy(Salt().prefix)

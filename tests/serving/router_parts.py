@@ -19,6 +19,7 @@ import httpx
 import openai
 import typer
 import uvloop
+from config_constants import named_constants, split
 from server_process import CommandProcess
 from shared_server import until
 from typer.testing import CliRunner
@@ -34,8 +35,8 @@ R = TypeVar("R", bound="RunningRouter")
 # Probes come often; how long an answer to one may take has nothing to do with what most tests promise.
 # A measurement is a request that most of the tests do not count with.
 QUICK = ["--health-interval", "0.2", "--measure-seconds", "0"]
-QUICK += [part for name in ("health", "connect", "tokenize") for part in (f"--{name}-timeout", "60")]
-QUICK += ["--tokenize-patience", "60"]
+QUICK += [f"router.{name}_timeout=60" for name in ("health", "connect", "tokenize")]
+QUICK += ["router.tokenize_patience=60"]
 
 
 class RunningRouter:
@@ -133,7 +134,9 @@ def _config(*arguments: str) -> Config:
     app = typer.Typer()
     app.command()(with_router_config(lambda config: seen.append(config)))
     environ = {key: None for key in os.environ if key.startswith("FOREWORD_")}
-    CliRunner().invoke(app, ["--port", "0", *arguments], env=environ, catch_exceptions=False)
+    given, own = split(arguments)
+    with named_constants(given):
+        CliRunner().invoke(app, ["--port", "0", *own], env=environ, catch_exceptions=False)
     return seen[0]
 
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import config_constants
 import http_client
+from config_constants import split
 from shared_server import until
 
 import foreword
@@ -43,7 +45,10 @@ class CommandProcess:
     program: tuple[str, ...] = (str(Path(foreword.__file__).with_name("__main__.py")),)
 
     def __init__(self, *arguments: str, forked: bool = True) -> None:
-        command = [*self.program, *arguments]
+        given, own = split(arguments)
+        command = [*self.program, *own]
+        if given:
+            command = [config_constants.__file__, *given, *command]
         self.popen: Forked | subprocess.Popen[str]
         said, stderr = os.pipe()
         with os.fdopen(stderr, "w") as theirs, open(os.devnull, "w") as nothing:

@@ -28,7 +28,7 @@ ENGINE = ["--dtype", "float32", "--batch-invariant", "on", "--no-self-check"]
 SMALL = ["--kv-memory", "2560 tokens", "--max-num-seqs", "8", "--max-batch-tokens", "128"]
 MEMORY, DISK, FILE_SYSTEM, REDIS = "8MiB", "32MiB", 48 << 20, "64mb"
 TRANSFER = {"answer": 3, "progress": 3, "connect": 3}
-ROUTER = ["--health-interval", "0.5", "--health-timeout", "5", "--connect-timeout", "5", "--stall-timeout", "10"]
+ROUTER = ["--health-interval", "0.5", "router.health_timeout=5", "router.connect_timeout=5", "--stall-timeout", "10"]
 ROUTER += ["--min-prefill", "96", "--tokenizer", str(MODEL)]
 PATIENCE = 300.0  # a start takes minutes on a machine that does other work
 

@@ -38,7 +38,7 @@ DENSE: Any = {"logit_bias": _whitespace()}
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     log = tmp_path_factory.mktemp("vllm") / "vllm.log"
-    with vllm_behind_router(MODEL, log, *TOOLS, route=("--audit-every", "1", "--audit-budget", "1")) as started:
+    with vllm_behind_router(MODEL, log, *TOOLS, route=("--audit-every", "1", "router.audit_budget=1")) as started:
         yield started
 
 

@@ -66,8 +66,9 @@ def encryption(folder: Path) -> list[str]:
     return ["--encryption-key-store", str(folder / "keys"), "--encryption-master-key-file", str(masters)]
 
 
-def certificate(folder: Path) -> tuple[str, str]:
-    key, made = str(folder / "key.pem"), str(folder / "certificate.pem")
+def certificate(folder: Path) -> str:
+    """A file with a certificate and its key."""
+    made = str(folder / "certificate.pem")
     command = [
         "openssl",
         "req",
@@ -81,11 +82,11 @@ def certificate(folder: Path) -> tuple[str, str]:
         "1",
     ]
     subprocess.run(
-        [*command, "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", made],
+        [*command, "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-keyout", made, "-out", made],
         check=True,
         capture_output=True,
     )
-    return made, key
+    return made
 
 
 def check(offered: Sequence[ConfigFlag], out: Path) -> None:
@@ -98,20 +99,13 @@ def check(offered: Sequence[ConfigFlag], out: Path) -> None:
 def test_keys_of_a_router(shared: SharedServers, tmp_path: Path) -> None:
     """A router reads every key that `foreword route` offers."""
     pytest.importorskip("grpc")
-    made, key = certificate(tmp_path)
-    port = free_port()
-    picker = ["--picker", f"127.0.0.1:{port}", "--picker-tls-certificate-file", made, "--picker-tls-key-file", key]
+    made, port = certificate(tmp_path), free_port()
+    picker = ["--picker", f"127.0.0.1:{port}", "--picker-tls-certificate-file", made]
     (tmp_path / "token").write_text("x")
     given = ["--replica", shared.open.url, "--record", str(tmp_path / "record"), *picker, *encryption(tmp_path)]
     given += ["--replica-service", "a/b:http", "--kubernetes-api", "http://127.0.0.1:1"]
-    given += [
-        "--kubernetes-credentials",
-        str(tmp_path),
-        "--audit-every",
-        "1000",
-        "--tenant-secret",
-        "a secret of the tests",
-    ]
+    given += [f"router.kubernetes_credentials={tmp_path}", "--audit-every", "1000"]
+    given += ["--tenant-secret", "a secret of the tests"]
     router = ReadingRouter(tmp_path / "reads", "route", "--port", "0", *QUICK, *given)
     try:
         router.wait_for(1)
@@ -131,9 +125,8 @@ def test_keys_of_a_router(shared: SharedServers, tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_keys_of_a_server(tmp_path: Path) -> None:
     """A server reads every key that `foreword serve` offers."""
-    made, key = certificate(tmp_path)
     secret = ["--transfer-secret", "a secret of the tests", "--transfer-bind", "127.0.0.1:0", "--transfer-tls"]
-    secret += ["--transfer-tls-certificate-file", made, "--transfer-tls-key-file", key]
+    secret += ["--transfer-tls-certificate-file", certificate(tmp_path)]
     given = ["--store", f"disk://{tmp_path}/store?size=64MiB", "--record", str(tmp_path / "record"), "--role", "both"]
     given += ["--kv-events", "tcp://127.0.0.1:0", *secret, *encryption(tmp_path), "--audit-every", "1000"]
     given += ["--audit-reports", str(tmp_path / "audits"), "--tenant-secret", "a secret of the tests"]

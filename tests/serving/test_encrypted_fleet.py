@@ -83,7 +83,7 @@ class Fleet:
         one = self.encryption
         return [
             *("--encryption-key-store", str(one.key_store), "--encryption-master-key-file", str(one.master_key_file)),
-            *("--encryption-check-seconds", "0.5", *more),
+            *("encryption.check_seconds=0.5", *more),
         ]
 
     def ask(self, number: int, tenant: str, prompt: str) -> None:

@@ -260,20 +260,20 @@ def test_a_picker_that_shuts_down_refuses_nothing(fleet: Fleet, tmp_path: Path) 
         envoy.kill()
 
 
-def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A self-signed certificate and its key, in place of those that are there."""
-    certificate, key = folder / "picker.crt", folder / "picker.key"
+def make_certificate(folder: Path) -> Path:
+    """A self-signed certificate with its key beside it, in place of those that are there."""
+    certificate, key = folder / "tls.crt", folder / "tls.key"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=picker", "-days", "2"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    return certificate, key
+    return certificate
 
 
 @pytest.mark.parametrize("mode", ["two filters", "one filter"])
 def test_the_second_picker_takes_over(mode: str, fleet: Fleet, tmp_path: Path) -> None:
     """Over TLS: after `kill -9` of the first of two pickers, requests are placed by the second. A renewed certificate is used
     without a restart, and a gateway that trusts another one gets no answer."""
-    certificate, key = make_certificate(tmp_path)
-    files = ("--picker-tls-certificate-file", str(certificate), "--picker-tls-key-file", str(key))
+    certificate = make_certificate(tmp_path)
+    files = ("--picker-tls-certificate-file", str(tmp_path))
     ports = [free_port(), free_port()]
     pickers = [picker_on(port, fleet.urls, *files) for port in ports]
     envoys = [Envoy(tmp_path, ports[0], fleet.urls, mode, second=ports[1], certificate=certificate)]

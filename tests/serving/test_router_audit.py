@@ -41,7 +41,7 @@ PROMPT = " ".join(f"def f{number}(): return {number}" for number in range(20))
 def test_wrong_kv_is_found_and_not_used(replica: str, shared: SharedServers, tmp_path: Path) -> None:
     """Right KV is equal. Wrong KV on the replica is found from its answers; then the tenant's requests hit nothing that was
     cached before, other tenants' do, and so it is at a router beside it and at one that starts later."""
-    audited = [*KEYS, "--audit-every", "1", "--audit-budget", "1", "--audit-reports", str(tmp_path)]
+    audited = [*KEYS, "--audit-every", "1", "router.audit_budget=1", "--audit-reports", str(tmp_path)]
     pool, layers = shared.open.engine._core.cache.pool, shared.open.engine._parts.runner.layers
 
     def ask(router: RouterThread, tenant: str = "alice") -> tuple[int, str]:

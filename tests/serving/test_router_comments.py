@@ -29,7 +29,7 @@ def replica() -> ChatReplica:
 
 @pytest.fixture(scope="module")
 def router(replica: ChatReplica) -> Iterator[RouterThread]:
-    flags = ("--max-waiting", "1", "--stream-keep-alive", "0.05", "--policy", "round-robin")
+    flags = ("--max-waiting", "1", "server.stream_keep_alive=0.05", "--policy", "round-robin")
     started = RouterThread("--replica", replica.url, *flags)
     try:
         yield started.wait_for(1)

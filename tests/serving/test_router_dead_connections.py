@@ -110,7 +110,7 @@ def vllm_like() -> Iterator[str]:
 @contextmanager
 def routed(*urls: str, stall: str = "1") -> Iterator[RouterThread]:
     named = [part for url in urls for part in ("--replica", url)]
-    flags = ("--policy", "round-robin", "--stall-timeout", stall, "--health-timeout", "2", "--warm-seconds", "0")
+    flags = ("--policy", "round-robin", "--stall-timeout", stall, "router.health_timeout=2", "--warm-seconds", "0")
     router = RouterThread(*named, *flags)
     try:
         yield router.wait_for(len(urls))

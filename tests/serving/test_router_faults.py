@@ -245,7 +245,7 @@ def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
     """A replica that accepts connections but never responds is detected, and its requests are served by another
     one."""
     odd, good = Scripted(loop), Scripted(loop)
-    flags = ["--policy", "round-robin", "--health-timeout", "5"]
+    flags = ["--policy", "round-robin", "router.health_timeout=5"]
     with routed(*named(odd, good), *flags, replicas=2) as router:
         odd.behaviour = "frozen"
         for _ in range(2):
@@ -258,7 +258,7 @@ def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
 def test_a_stalled_router_does_not_blame_replicas(loop: Loop) -> None:
     """Timeouts that happened because the router itself did not run open no circuit, and streams continue."""
     scripted = Scripted(loop)
-    router = RouterProcess(*named(scripted), "--health-timeout", "3", "--failures", "1").wait_for(1)
+    router = RouterProcess(*named(scripted), "router.health_timeout=3", "--failures", "1").wait_for(1)
     try:
         for _ in range(3):
             loop.call(scripted.probe_gate.clear)

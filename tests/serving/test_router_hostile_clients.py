@@ -86,7 +86,7 @@ def test_clients_that_read_nothing_are_disconnected(loop: Loop) -> None:
     failure of the replica, and other clients are served meanwhile."""
     replica = HostileReplica(loop)
     replica.mode = "flood"
-    with routed(replica, flags=("--write-timeout", "1")) as router, ExitStack() as stack:
+    with routed(replica, flags=("server.write_timeout=1",)) as router, ExitStack() as stack:
         for _ in range(20):
             send(stack.enter_context(connect(router)), BODY | {"stream": True})
         # Under load the first may be gone before the last comes.
@@ -100,7 +100,7 @@ def test_clients_that_read_nothing_are_disconnected(loop: Loop) -> None:
 def test_half_open_requests(loop: Loop) -> None:
     """Connections with half a head, and requests with half a body, are closed after a time. Others are served."""
     replica = HostileReplica(loop)
-    limits = ("--head-timeout", "1", "--body-timeout", "1")
+    limits = ("server.head_timeout=1", "server.body_timeout=1")
     with routed(replica, flags=limits) as router, ExitStack() as stack:
         heads = [stack.enter_context(connect(router)) for _ in range(200)]
         for one in heads:

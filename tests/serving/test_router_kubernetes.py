@@ -32,7 +32,7 @@ def loop() -> Iterator[Loop]:
 @contextmanager
 def following(api: KubernetesApi) -> Iterator[RouterThread]:
     given = ["--replica-service", "llm/vllm:http", "--kubernetes-api", api.url]
-    router = RouterThread(*given, "--kubernetes-credentials", str(api.folder))
+    router = RouterThread(*given, f"router.kubernetes_credentials={api.folder}")
     try:
         yield router
     finally:

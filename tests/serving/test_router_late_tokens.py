@@ -76,7 +76,7 @@ def routed(loop: Loop, count: int, *more: str) -> Iterator[tuple[RouterThread, l
     """A router in front of replicas that waits for tokens only as long as a hit can save."""
     replicas = [CountingReplica(loop) for _ in range(count)]
     urls = [part for one in replicas for part in ("--replica", one.url)]
-    router = RouterThread(*urls, "--tokenize-patience", "0", *more)
+    router = RouterThread(*urls, "router.tokenize_patience=0", *more)
     try:
         yield router.wait_for(count), replicas
     finally:
@@ -119,7 +119,10 @@ def lost_turns(router: RouterThread, replicas: Sequence[CountingReplica], late: 
 def test_no_turn_loses_its_prefix(loop: Loop, count: int, late: tuple[int, ...]) -> None:
     """Conversations of six turns find all of the turn before, whichever turns are not tokenized before they are answered: these
     are placed without waiting for an answer."""
-    with routed(loop, count, "--tokenize-timeout", "0.05" if 1 in late else "60") as (router, replicas):
+    with routed(loop, count, "router.tokenize_timeout=0.05" if 1 in late else "router.tokenize_timeout=60") as (
+        router,
+        replicas,
+    ):
         assert lost_turns(router, replicas, late) == []
         assert router.metric("foreword:router_placed_prompts_total", source="known") >= (late == (4,)) * CONVERSATIONS
 
@@ -127,7 +130,7 @@ def test_no_turn_loses_its_prefix(loop: Loop, count: int, late: tuple[int, ...])
 def test_a_second_replica_is_asked_beside_a_silent_one(loop: Loop) -> None:
     """While one replica does not tokenize, another one is asked, and its answer counts at once: the first one's time limit is a
     minute."""
-    with routed(loop, 2, "--tokenize-patience", "60") as (router, replicas):
+    with routed(loop, 2, "router.tokenize_patience=60") as (router, replicas):
         first = min(replicas, key=lambda one: one.url)
         first.speaks(False)
         ask(router, [{"role": "user", "content": "once " * 200}])

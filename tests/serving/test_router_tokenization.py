@@ -81,7 +81,7 @@ def test_a_broken_stream_is_continued_although_detokenizing_fails(
     even if there is no other replica."""
     scissors = Scissors()
     relays = [Mute(loop, shared.open.url, scissors, "/detokenize", silent, loses=loses) for _ in range(replicas)]
-    with routed(*relays, more=("--tokenize-timeout", "60" if loses else "2")) as router:
+    with routed(*relays, more=("router.tokenize_timeout=60" if loses else "router.tokenize_timeout=2",)) as router:
         scissors.cut_after(5)
         assert said(router.url, ASKED) == said(shared.open.url, ASKED)
         assert router.metric("foreword:router_continuations_total", outcome="continued") == 1
@@ -103,7 +103,7 @@ def test_the_first_of_two_equal_prompts_disconnects(shared: SharedServers, loop:
     served."""
     relays = [Mute(loop, shared.open.url, Scissors(), "/v1/tokenize", 1, loses=False) for _ in range(2)]
     body = {"prompt": words("both", 30), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    with routed(*relays, more=("--tokenize-timeout", "60")) as router:
+    with routed(*relays, more=("router.tokenize_timeout=60",)) as router:
         with sent(router, body):
             until(lambda: sum(relay.asked for relay in relays) >= 1)  # the second replica is asked 20 ms later
             second = sent(router, body)

@@ -129,18 +129,18 @@ def test_a_limited_peer_cannot_claim_an_address(stack: ExitStack) -> None:
 
 
 def make_certificate(folder: Path, name: str) -> dict[str, str]:
-    """A self-signed certificate and its key; returns the settings that name them."""
+    """A self-signed certificate and its key in a folder; returns the setting that names it."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     start = datetime.datetime(2020, 1, 1)
     builder = x509.CertificateBuilder(subject, subject, key.public_key(), x509.random_serial_number(), start)
     certificate = builder.not_valid_after(start + datetime.timedelta(days=1)).sign(key, hashes.SHA256())
-    files = {"tls_certificate_file": folder / f"{name}.pem", "tls_key_file": folder / f"{name}.key"}
-    files["tls_certificate_file"].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    files["tls_key_file"].write_bytes(
+    (folder / name).mkdir()
+    (folder / name / "tls.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / name / "tls.key").write_bytes(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
-    return {name: str(path) for name, path in files.items()}
+    return {"tls_certificate_file": str(folder / name)}
 
 
 class Recording:
@@ -259,13 +259,13 @@ def test_a_drip_in_the_tls_handshake(stack: ExitStack, tmp_path: Path) -> None:
 def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
     """A missing file, a key of another certificate, and no certificate where one is needed are errors at the start."""
     one, other = make_certificate(tmp_path, "one"), make_certificate(tmp_path, "other")
-    for wrong in (
-        {"tls_certificate_file": str(tmp_path / "none")},
-        {**one, "tls_key_file": other["tls_key_file"]},
-        {"tls_certificate_file": one["tls_key_file"]},
-    ):
+    key, mixed = Path(one["tls_certificate_file"], "tls.key"), tmp_path / "mixed"
+    mixed.mkdir()
+    (mixed / "tls.crt").write_bytes(Path(other["tls_certificate_file"], "tls.crt").read_bytes())
+    (mixed / "tls.key").write_bytes(key.read_bytes())
+    for wrong in (tmp_path / "none", mixed, key, tmp_path):
         with pytest.raises(ConfigError, match="tls_certificate_file"):
-            TransferEndpoint(config(secret=NEW, tls=True, **wrong), TransferService())
+            TransferEndpoint(config(secret=NEW, tls=True, tls_certificate_file=str(wrong)), TransferService())
     without = TransferEndpoint(config(secret=NEW, tls=True), TransferService())
     with pytest.raises(ConfigError, match="tls_certificate_file"):
         without.listen()

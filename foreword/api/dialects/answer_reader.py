@@ -33,6 +33,15 @@ _PLAIN: Final = frozenset(("role", "content", "refusal"))
 _LAST: Final = frozenset(("message_stop", "response.completed", "response.incomplete", "response.failed"))
 
 
+def decode_object(data: bytes | bytearray) -> dict[str, Any]:
+    """The object that this JSON is, with values of any type; an empty one for anything else."""
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class ServerSentEvent(NamedTuple):
     """An event. A comment (a keep-alive) has neither name nor data. `raw` is the event without the empty line after it."""
 
@@ -238,7 +247,7 @@ class AnswerChunk(Struct, gc=False):
     prompt_token_ids: list[TokenId] | None = None
     system_fingerprint: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    # Of responses and messages.
+    # Fields of responses and messages.
     type: str | None = None
     output: list[Raw] | None = None
     response: Raw = NO_JSON

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNITS = ("unit_tokens", "head_units")  # settings of the portable layout
+_OWN = {"weights_version": "", "usage_ledger": "", "trust_unmeasured": False}
+_STORE = ("staging", "direct", "lookup_timeout", "load_timeout", "flush_seconds")
+_KNOWN = ("store", "fingerprint", "transfer", "encryption", "layout", *_UNITS, *_OWN, *_STORE)
 
 NULL_BLOCK = 0  # vLLM's block id in place of blocks behind a sliding window
 
@@ -77,37 +80,28 @@ class ConnectorSettings:
     @classmethod
     def read(cls, extra: dict[str, Any], role: str = "kv_both") -> ConnectorSettings:
         """Raises ConfigError for an unknown key or a bad value."""
-        given = dict(extra)
-        urls = given.pop("store", ())
-        urls = [urls] if isinstance(urls, str) else urls
+        for key in extra:
+            if key not in _KNOWN:
+                raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{did_you_mean(key, _KNOWN)}")
+        urls = [extra["store"]] if isinstance(extra.get("store"), str) else extra.get("store", ())
         if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
             raise ConfigError(f"store in kv_connector_extra_config is a list of URLs, not {urls!r}")
-        fingerprint = given.pop("fingerprint", None)
-        names = {name: given.pop(name, "") for name in ("weights_version", "usage_ledger")}
-        for name, value in names.items():
-            if not isinstance(value, str):
-                raise ConfigError(f"{name} in kv_connector_extra_config is a text, not {value!r}")
-        trusts = given.pop("trust_unmeasured", False)
-        if not isinstance(trusts, bool):
-            raise ConfigError(f"trust_unmeasured in kv_connector_extra_config is true or false, not {trusts!r}")
-        listens = "transfer" in given
-        transfer = transfer_extra().config(given.pop("transfer", {})) if listens or role != "kv_both" else None
-        encryption = _encryption(given.pop("encryption", {}))
-        counts: dict[str, object] = {name: given.pop(name) for name in _UNITS if name in given}
-        units = portable_layout(given.pop("layout", "native"), counts)
+        own: dict[str, Any] = {name: extra.get(name, default) for name, default in _OWN.items()}
+        for name, value in own.items():
+            if type(value) is not type(_OWN[name]):
+                raise ConfigError(
+                    f"{name} in kv_connector_extra_config is a {type(_OWN[name]).__name__}, not {value!r}"
+                )
+        fingerprint, listens = extra.get("fingerprint"), "transfer" in extra
+        transfer = transfer_extra().config(extra.get("transfer", {})) if listens or role != "kv_both" else None
+        encryption = _encryption(extra.get("encryption", {}))
+        units = portable_layout(extra.get("layout", "native"), {name: extra[name] for name in _UNITS if name in extra})
         if units is not None and transfer is not None:
             raise ConfigError("KV is transferred between instances in the native layout; leave out layout or transfer")
-        own = ("store", "fingerprint", "transfer")
-        known = (*own, "staging", "direct", "lookup_timeout", "load_timeout", "flush_seconds")
-        for key in given:
-            if key not in known:
-                more = ("encryption", "layout", *_UNITS, "trust_unmeasured")
-                suggestion = did_you_mean(key, (*known, *names, *more))
-                raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
-        store = build(StoreConfig, "store", {"urls": list(urls), **given})
+        store = build(StoreConfig, "store", {"urls": list(urls), **{key: extra[key] for key in _STORE if key in extra}})
         if store.direct:
             direct_extra()
-        check_usage(names["usage_ledger"])
+        check_usage(own["usage_ledger"])
         check_apart(encryption, store.urls)
         reaches = {one.reach for one in check_stores(store.urls)}
         if transfer is not None or Reach.INSTANCE in reaches:
@@ -122,10 +116,8 @@ class ConnectorSettings:
             transfer is not None and role != "kv_consumer",
             transfer is not None and role != "kv_producer",
             units,
-            names["weights_version"],
-            encryption,
-            names["usage_ledger"],
-            trusts,
+            encryption=encryption,
+            **own,
         )
 
     def keys(self) -> StoreKeys | None:

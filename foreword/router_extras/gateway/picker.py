@@ -28,7 +28,6 @@ from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replica_body import TRANSLATED, replica_body
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
-from foreword.router.suspicious import SuspiciousRequest
 from foreword.router_extras.gateway.flows import flow_name, share_by_flows
 from foreword.router_extras.gateway.gateway_headers import HEADERS, GatewaySettings
 from foreword.router_extras.translation import chat_request
@@ -195,8 +194,7 @@ class Picker:
         Args:
             among: the endpoints that the gateway allows; None for all.
 
-        Raises BadRequest, UnknownModel, SuspiciousRequest, QueueFull, or NoReplica. Where the gateway may choose instead
-        (`picker_open`), the answer for the last two has no endpoint.
+        Raises BadRequest, UnknownModel, SuspiciousRequest, QueueFull, or NoReplica.
         """
         router, request = self.router, call.body
         assert isinstance(request, GenerateRequest)
@@ -212,18 +210,8 @@ class Picker:
                 if told.trusted and told.priority is not None:  # else it is the client's, limited by its tenant's
                     routed.priority = told.priority or None
                 attempt = await routed.place()
-        except SuspiciousRequest:  # the gateway would send it to a third replica
-            raise
-        except (NoReplica, QueueFull, TimeoutError) as error:
-            if router.config.picker_open and not router.auth.has_tenants:
-                # Without API keys there is no tenant to set, and a client must not invent one.
-                given, own = request.cache_salt, Salt.of(b"", request.cache_salt or None)
-                salt = {"cache_salt": given if Salt.parse(given) == own else own.text} if given else {}
-                name = router.attempt_name(call.id)
-                return Pick(name, {**_invented(call), PICK: name}, _body(request, salt | _model(call, request), came))
-            if isinstance(error, TimeoutError):
-                raise QueueFull(f"No replica had room within {PICK_SECONDS:g} s") from None
-            raise
+        except TimeoutError:
+            raise QueueFull(f"No replica had room within {PICK_SECONDS:g} s") from None
         try:
             return await self._answer(call, routed, attempt, request, came, among)
         except BaseException:

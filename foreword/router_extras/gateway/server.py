@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.api.errors import MAX_BODY_BYTES
+from foreword.certificate_files import certificate_files
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.router import Router
@@ -130,28 +131,27 @@ def check_config(config: RouterConfig) -> None:
     host, _, port = config.picker.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(f"--picker is written HOST:PORT, such as 0.0.0.0:9002, not {config.picker!r}")
-    if (config.picker_tls_certificate_file is None) != (config.picker_tls_key_file is None):
-        raise ConfigError("--picker-tls-certificate-file and --picker-tls-key-file are given together")
-    if config.picker_tls_certificate_file is not None and config.picker_tls_key_file is not None:
-        _pair(config.picker_tls_certificate_file, config.picker_tls_key_file)
+    if config.picker_tls_certificate_file is not None:
+        _pair(config.picker_tls_certificate_file)
 
 
-def _pair(certificate: str, key: str) -> tuple[bytes, bytes]:
+def _pair(place: str) -> tuple[bytes, bytes]:
     """Key and certificate. Raises ConfigError."""
     try:
+        certificate, key = certificate_files(place)
         # An encrypted key is an error; without a password OpenSSL would ask for it at the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
         return Path(key).read_bytes(), Path(certificate).read_bytes()
     except (OSError, ValueError) as error:
         said = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot use --picker-tls-certificate-file {certificate} with its key: {said}") from error
+        raise ConfigError(f"cannot use --picker-tls-certificate-file {place}: certificate and key: {said}") from error
 
 
-def _credentials(grpc: Any, certificate: str, key: str) -> Any:
+def _credentials(grpc: Any, place: str) -> Any:
     """The files are read again for each connection: certificates are renewed while the picker runs."""
 
     def configuration() -> Any:
-        return grpc.ssl_server_certificate_configuration([_pair(certificate, key)])
+        return grpc.ssl_server_certificate_configuration([_pair(place)])
 
     def renewed() -> Any:
         try:
@@ -178,10 +178,10 @@ def _make_server(grpc: Any) -> Any:
 
 def _bind(grpc: Any, server: Any, config: RouterConfig) -> int:
     try:
-        if config.picker_tls_certificate_file is None or config.picker_tls_key_file is None:
+        if config.picker_tls_certificate_file is None:
             port: int = server.add_insecure_port(config.picker)
         else:
-            credentials = _credentials(grpc, config.picker_tls_certificate_file, config.picker_tls_key_file)
+            credentials = _credentials(grpc, config.picker_tls_certificate_file)
             port = server.add_secure_port(config.picker, credentials)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot serve the endpoint picker on {config.picker}: {error}") from error
