@@ -71,7 +71,7 @@ class FrameServer:
         self._memory = tuple(memory)
         self._slots = StagingSlots(range(staging.slots))
         self._batch = max(min(BATCH_BYTES // staging.frame_bytes, BATCH_BLOCKS, most, staging.slots), 1)
-        self._copying = threading.Lock()  # of copies, and of the counts of what was copied
+        self._copying = threading.Lock()  # guards copies, and the counts of what was copied
         self._counts: Counter[str] = Counter()
 
     # The device, for subclasses

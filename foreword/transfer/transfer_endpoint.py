@@ -160,7 +160,7 @@ class TransferEndpoint:
         self._registry = TransferRegistry(self.service, timings, config.max_transfers)
         self._workers = BackgroundJobs("transfer", most=None, threads=_WORKERS)
         self._server = FetchServer(self.service, self._workers, config.progress_timeout)
-        # Of the connections with their counts, and of attempts to connect, for which threads wait. No call that may wait is
+        # Guards the connections with their counts, and attempts to connect, for which threads wait. No call that may wait is
         # made under it.
         self._lock = threading.Condition()
         self._traffic = {name: LinkTraffic(self._lock) for name in LINKS}

@@ -259,7 +259,7 @@ class GrammarCompiler:
         )
         self._used: WeakValueDictionary[_Key, CompiledOutput] = WeakValueDictionary()
         self._large_bytes = large_bytes
-        self._changed = threading.Condition()  # of all of this; nothing is compiled under it
+        self._changed = threading.Condition()  # guards all of it; nothing is compiled under it
         self._compiling = False
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._has_thread = False

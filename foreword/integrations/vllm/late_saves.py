@@ -35,7 +35,7 @@ class LateSaves:
         dropped: Callable[[int], None],
     ) -> None:
         self._save, self._await_room, self._dropped = save, await_room, dropped
-        self.lock = threading.Condition()  # of all; a call of `save` may add more
+        self.lock = threading.Condition()  # guards all of it
         self._waiting: dict[str, deque[BlockSave]] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
