@@ -12,13 +12,10 @@ from foreword.offload.manager import OffloadManager
 class CacheReports:
     """Writes the cache reports of sequences that have just been admitted."""
 
-    def __init__(
-        self, cache: PrefixCache, history: MissHistory, offload: OffloadManager | None, *, tell_other_tenants: bool
-    ) -> None:
+    def __init__(self, cache: PrefixCache, history: MissHistory, offload: OffloadManager | None) -> None:
         self._cache = cache
         self._history = history
         self._offload = offload
-        self._tell_other_tenants = tell_other_tenants
 
     def report(self, sequence: SequenceState) -> CacheReport:
         """Why reuse ended where it did, and where the reused KV came from."""
@@ -30,7 +27,6 @@ class CacheReports:
                 sequence.table.chain.tokens,
                 cached,
                 self._cache.block_size,
-                tell_other_tenants=self._tell_other_tenants,
             )
         if found.reason == "evicted" and sequence.reach > cached:
             found = _without_window(sequence.reach)

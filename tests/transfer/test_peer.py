@@ -334,8 +334,8 @@ def test_urls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
     monkeypatch.setenv("PEER_SECRET", SECRET)
     with_secret = config(secret=SECRET)
     for url, settings in (
-        (f"peer://{place.address}?secret_file={tmp_path}/secret&links=tcp&ring=1MiB", config()),
-        (f"peer://{place.address}?secret_env=PEER_SECRET&connect_timeout=3&beat_seconds=1", config()),
+        (f"peer://{place.address}?secret_file={tmp_path}/secret&ring=1MiB", config(links=("tcp",))),
+        (f"peer://{place.address}?secret_env=PEER_SECRET&progress_timeout=15", config()),
         (f"peer://{place.address}/?label=others", with_secret),
         (f"peer://{tmp_path}/socket", with_secret),
     ):
@@ -357,10 +357,9 @@ def test_urls_that_are_wrong(tmp_path: Path) -> None:
         ("peer://127.0.0.1:1?secret_env=NOT_SET_AT_ALL", "NOT_SET_AT_ALL"),
         (f"peer://127.0.0.1:1?secret_file={tmp_path}/none", "none"),
         (f"peer://127.0.0.1:1?secret_file={tmp_path}/none&secret_env=X", "not both"),
-        ("peer://127.0.0.1:1?links=pigeon", "pigeon"),
-        ("peer://127.0.0.1:1?conect_timeout=3", "connect_timeout"),
-        ("peer://127.0.0.1:1?connect_timeout=soon", "soon"),
-        ("peer://:abcdefghijklmnopqrst@127.0.0.1:1?connect_timeout=soon", "secret_env"),
+        ("peer://127.0.0.1:1?progres_timeout=3", "progress_timeout"),
+        ("peer://127.0.0.1:1?progress_timeout=soon", "soon"),
+        ("peer://:abcdefghijklmnopqrst@127.0.0.1:1?progress_timeout=soon", "secret_env"),
         ("peer://127.0.0.1:1?codec=lossless", "codec"),
         (f"peer://{'x' * 80}:1", "peer://host:port"),
     ):
