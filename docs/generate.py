@@ -1,7 +1,7 @@
 """Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
 from the configuration's dataclasses, docs/reference/python.md from the public classes, docs/benchmarks.md and
 dev/benchmarks.md from the files of docs/figures and dev/figures, in dev/paths.md what each file of its list does, in
-docs/reference/http.md the table of all routes, in docs/reference/metrics.md those of what stores count, in README.md that of
+docs/reference/http.md the table of all routes, in docs/reference/metrics.md those of metrics, in README.md that of
 the engines, from docs/engines.json, the picture of the products, from packages/products.toml, and README's chart, from
 docs/figures/10-vllm.json.
 
@@ -24,19 +24,22 @@ import textwrap
 import tomllib
 import typing
 import xml.sax.saxutils
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer.main
+from prometheus_client.metrics import MetricWrapperBase
 
 from foreword.api.routes import Route
 from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
 from foreword.configuration import Config
+from foreword.observability.front_registry import FrontRegistry
 from foreword.offload.counters import LookupCounts, OffloadStatus
 from foreword.router.app import routes_of as router_routes
 from foreword.router.router import Router
+from foreword.router.state_metrics import RouterStateCollector
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
@@ -49,6 +52,17 @@ PACKAGE = Path(__file__).parents[1] / "foreword"
 HTTP = REFERENCE / "http.md"
 METRICS = REFERENCE / "metrics.md"
 COUNTED = {"tiers": (TierCounters,), "the offload": (LookupCounts, OffloadStatus)}
+# Tables of metrics by product, and the names that each takes; the last one takes the rest.
+METRIC_TABLES = {
+    "server": {
+        "transfer": r"foreword:(transfer|served)_",
+        "audit": r"foreword:(audit|quarantined)_",
+        "stores": r"foreword:(tier|store)_",
+        "cache": r".*(cache|blocks|prefix_|model_info)(?!.*_seconds)",
+        "requests": r"",
+    },
+    "router": {"requests": r""},
+}
 ROUTES = "<!-- Written by docs/generate.py from the route tables"
 FIGURES = Path(__file__).parent / "figures"
 BUILDERS_FIGURES = Path(__file__).parents[1] / "dev" / "figures"
@@ -270,8 +284,29 @@ def http_page() -> str:
 
 
 def metrics_page() -> str:
-    """docs/reference/metrics.md with the tables of what stores count."""
+    """docs/reference/metrics.md with its tables of what servers, routers and stores count."""
     page = METRICS.read_text(encoding="utf-8")
+    server, scraped = PrometheusObserver.declared()
+    router = Router(Config())
+    metrics = {
+        "server": [*_declared(server), *scraped],
+        "router": [*_declared(router.metrics), *RouterStateCollector(router).collect()],
+    }
+    both = {f"foreword:{one.server}" for each in COUNTED.values() for of in each for one in series_of(of)}
+    for product, tables in METRIC_TABLES.items():
+        rows = {name: list[tuple[str, ...]]() for name in tables}
+        for one in metrics[product]:
+            name, kind, text, labels = metric_of(one)
+            if kind == "counter" and name in both:
+                continue  # in the tables of what stores count
+            shown = f"{name}_total" if kind == "counter" else name
+            table = next(table for table, names in tables.items() if re.match(names, shown))
+            meaning = text[0].lower() + text[1:] if text[1].islower() else text
+            labelled = f"`{shown}{{{','.join(labels)}}}`" if labels else f"`{shown}`"
+            rows[table].append((labelled, kind, meaning.removesuffix(".")))
+        for table, found in rows.items():
+            mark = f"<!-- docs/generate.py {product}-{table}"
+            page = _with_table(page, mark, _table(("metric", "type", "meaning"), found))
     for what, counters in COUNTED.items():
         rows = [
             (
@@ -287,6 +322,18 @@ def metrics_page() -> str:
         mark = f"<!-- Written by docs/generate.py from the counters of {what}"
         page = _with_table(page, mark, _table(("server", "vLLM connector", "label", "meaning"), rows))
     return page
+
+
+def _declared(registry: FrontRegistry) -> Iterator[Any]:
+    """The metrics that events move."""
+    return (one for one in registry._registry._collector_to_names if isinstance(one, MetricWrapperBase))
+
+
+def metric_of(one: Any) -> tuple[str, str, str, Sequence[str]]:
+    """Name, type, text and labels of a metric or a family."""
+    if isinstance(one, MetricWrapperBase):
+        return one._name, one._type, one._documentation, one._labelnames
+    return one.name, one.type, one.documentation, one._labelnames
 
 
 def _query(routes: list[Route[Any]]) -> str:

@@ -27,6 +27,7 @@ from foreword.cli import demo
 from foreword.cli import main as cli
 from foreword.cli.doctor import examine
 from foreword.cli.flags import config_flags, with_config
+from foreword.config import keys_of
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
 from foreword.errors import ConfigError

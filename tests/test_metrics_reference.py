@@ -20,7 +20,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.metrics import MetricWrapperBase
 from vllm_stub import stubbed_vllm
 
-from foreword.engine.hit_audit import AuditCounts
+import foreword
+from foreword.engine.audit_counts import AuditCounts
 from foreword.observability.scrape import Scrape, metric
 from foreword.offload.counters import LookupCounts, OffloadStatus
 from foreword.router.router_metrics import RouterMetrics
@@ -44,6 +45,8 @@ def documented(section: str) -> Metrics:
     text = PAGE.read_text(encoding="utf-8").split(f"## {section}\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \| (\w+) \| ([^|]*)\| [^|]+ \|$", text, flags=re.MULTILINE)
     found = {(name, kind, tuple(sorted(re.findall(r"`(\w+)`", labels)))) for name, kind, labels in rows}
+    written = re.findall(r"^\| `([\w:]+)(?:\{([\w,]+)\})?` \| (\w+) \| [^|]+ \|$", text, flags=re.MULTILINE)
+    found |= {(name, kind, tuple(sorted(labels.split(",")) if labels else ())) for name, labels, kind in written}
     return found | counted(section)
 
 
@@ -113,7 +116,7 @@ def server_engine() -> Any:
         info=info,
         status=lambda: status,
         prefixes=SimpleNamespace(pinned_bytes=0, budget_bytes=0),
-        audit=SimpleNamespace(counts=AuditCounts(Counter(disk=1), Counter(disk=1), Counter(disk=1))),
+        audit=SimpleNamespace(counts=AuditCounts()),
         quarantine=SimpleNamespace(chains=[]),
         offload=SimpleNamespace(store=SimpleNamespace(tiers=[tier]), status=OffloadStatus),
         instance=SimpleNamespace(endpoint=SimpleNamespace(status=lambda: endpoint)),
@@ -126,6 +129,71 @@ def test_server() -> None:
     observer = PrometheusObserver()
     observer.watch(server_engine())
     assert described(collectors(observer._registry)) == documented("Server")
+
+
+def test_a_server_shows_its_state() -> None:
+    """Each number of the engine, of a tier, of its endpoint, of what peers read and of the audit is shown under its own name,
+    with its labels."""
+    engine = server_engine()
+    names = ("running", "waiting", "kv_usage", "free_blocks", "cached_blocks", "pinned_blocks", "retained_blocks")
+    engine.status = lambda: SimpleNamespace(**dict(zip(names, range(2, 9), strict=True)))
+    engine.prefixes.budget_bytes = 9
+    engine.quarantine.chains = range(10)
+    (tier,) = engine.offload.store.tiers
+    tier.suspended, tier.breaker.is_open, tier.state = True, False, TierState.FULL
+    tier.status = lambda: StoreStatus(blocks=11, bytes=12, budget=13, pinned_bytes=14, evictions=15)
+    traffic = {"tcp": SimpleNamespace(bytes_sent=16, bytes_received=17, seconds=18)}
+    endpoint = SimpleNamespace(
+        connections={"shm": 19}, transfers={"source, sending": 20}, queued_bytes=21, traffic=traffic
+    )
+    engine.instance.endpoint.status = lambda: endpoint
+    engine.served.status = lambda: SimpleNamespace(device=22, memory=23, missing=24)
+    engine.audit.counts = AuditCounts(Counter(disk=25), Counter(disk=26), Counter(disk=27), 28, 29, 30, 31.0, 32.0)
+    observer = PrometheusObserver()
+    observer.watch(engine)
+    scrape = Scrape(observer.render("")[0].decode())
+    for name, labels, amount in (
+        ("vllm:num_requests_running", {}, 2),
+        ("vllm:num_requests_waiting", {}, 3),
+        ("vllm:kv_cache_usage_perc", {}, 4),
+        ("foreword:blocks", {}, 4),
+        ("foreword:blocks_free", {}, 5),
+        ("foreword:blocks_cached", {}, 6),
+        ("foreword:blocks_pinned", {}, 7),
+        ("foreword:prefix_pinned_bytes", {}, 7 * 8),
+        ("foreword:prefix_retained_bytes", {}, 8 * 8),
+        ("foreword:prefix_budget_bytes", {}, 9),
+        ("foreword:quarantined_chains", {}, 10),
+        ("foreword:tier_blocks", {"tier": "memory"}, 11),
+        ("foreword:tier_bytes", {"tier": "memory"}, 12),
+        ("foreword:tier_budget_bytes", {"tier": "memory"}, 13),
+        ("foreword:tier_pinned_bytes", {"tier": "memory"}, 14),
+        ("foreword:tier_evictions_total", {"tier": "memory"}, 15),
+        ("foreword:tier_suspended", {"tier": "memory"}, 1),
+        ("foreword:tier_open", {"tier": "memory"}, 0),
+        ("foreword:tier_state", {"tier": "memory", "state": "full"}, 1),
+        ("foreword:tier_state", {"tier": "memory"}, 1),
+        ("foreword:transfer_link_bytes_total", {"link": "tcp", "direction": "sent"}, 16),
+        ("foreword:transfer_link_bytes_total", {"link": "tcp", "direction": "received"}, 17),
+        ("foreword:transfer_link_seconds_total", {"link": "tcp"}, 18),
+        ("foreword:transfer_connections", {"link": "shm"}, 19),
+        ("foreword:transfer_under_way", {"state": "source, sending"}, 20),
+        ("foreword:transfer_queued_bytes", {}, 21),
+        ("foreword:served_blocks_total", {"source": "device"}, 22),
+        ("foreword:served_blocks_total", {"source": "memory"}, 23),
+        ("foreword:served_missing_blocks_total", {}, 24),
+        ("foreword:audit_hits_total", {"source": "disk"}, 25),
+        ("foreword:audit_audited_hits_total", {"source": "disk"}, 26),
+        ("foreword:audit_different_hits_total", {"source": "disk"}, 27),
+        ("foreword:audit_skipped_hits_total", {}, 28),
+        ("foreword:audit_blocks_total", {}, 29),
+        ("foreword:audit_exact_blocks_total", {}, 30),
+        ("foreword:audit_seconds_total", {}, 31),
+        ("foreword:audit_largest_distance", {}, 32),
+    ):
+        assert scrape.total(name, model_name="m", **labels) == amount, name
+    assert scrape.labels("foreword:model_info")["fingerprint"] == "f"
+    assert scrape.labels("vllm:cache_config_info")["num_gpu_blocks"] == "4"
 
 
 def test_router() -> None:
@@ -328,10 +396,8 @@ def test_pages_name_metrics_that_exist(page: Path) -> None:
     assert not {name for name in named - known if not name.endswith(ends)}
 
 
-READERS = [
-    *sorted((ROOT / "foreword").rglob("*.py")),
-    *sorted((ROOT / "foreword" / "dashboard" / "static").glob("*.js")),
-]
+PACKAGE = Path(foreword.__file__).parent  # also where it is installed from wheels
+READERS = [*sorted(PACKAGE.rglob("*.py")), *sorted((PACKAGE / "dashboard" / "static").glob("*.js"))]
 
 
 def test_code_reads_metrics_that_exist() -> None:

@@ -224,3 +224,24 @@ def test_the_page_lists_all_threads() -> None:
     assert known - {Started("self.name", "store/background_jobs.py", "")} == queues | loops
     listed = {file for file, _ in table("Threads and processes that are started otherwise")}
     assert others - {"store/background.py"} == listed
+
+
+# What excludes threads from each other, what they wait for besides, and what only tells them something.
+LOCKS = {"Lock": 0, "RLock": 0, "Condition": 1, "Event": 2, "Semaphore": 2, "BoundedSemaphore": 2}
+
+
+def locks() -> dict[str, tuple[int, ...]]:
+    """Locks, conditions, and events with semaphores, that each folder of the package makes."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for path, tree in package().values():
+        for node in ast.walk(tree):
+            made = node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.keyword) else None
+            if isinstance(made, ast.Attribute) and made.attr in LOCKS and ast.unparse(made.value) == "threading":
+                counts[path.relative_to(ROOT).parts[0]][LOCKS[made.attr]] += 1
+    return {folder: tuple(numbers) for folder, numbers in counts.items()}
+
+
+def test_the_page_counts_all_locks() -> None:
+    """The page about threads counts the locks of each folder, so that none is added without a look at those that there are."""
+    listed = {folder: tuple(map(int, numbers)) for folder, *numbers in table("Locks")}
+    assert listed == locks()

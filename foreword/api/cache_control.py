@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Protocol
 
@@ -12,7 +12,7 @@ from msgspec import Raw, Struct
 
 from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messages_of, tools_of
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, refuse
-from foreword.api.front import Call, Handler, Reply
+from foreword.api.front import Handler
 from foreword.api.request import Message, Tool, template_messages, template_tools
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes, SaltQuery
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
@@ -43,24 +43,19 @@ _VERBS: Final = (
 def add_routes(
     routes: Routes[Handler],
     parse: Callable[[str], Callable[[bytes, Limits], Any]],
-    answer: Callable[[Call, str], Coroutine[Any, Any, Reply]],
+    handler: Callable[[str, str], Handler],
     retained: Handler,
 ) -> None:
     """Add `/v1/cache/*`.
 
     Args:
         parse: parses the bodies of a verb.
-        answer: answers a call of a verb.
+        handler: makes the handler of a verb, named like it, with this text as its docstring.
         retained: answers what the caller keeps.
     """
     for name, right, meter, text in _VERBS:
-
-        async def handler(call: Call, name: str = name) -> Reply:
-            return await answer(call, name)
-
-        handler.__name__, handler.__doc__ = name, text
         body = JsonBody(parse(name), CacheBody, closed=name == "release")
-        routes.add("POST", f"/v1/cache/{name}", right=right, meter=meter, body=body, tag="cache")(handler)
+        routes.add("POST", f"/v1/cache/{name}", right=right, meter=meter, body=body, tag="cache")(handler(name, text))
     tenant, free = Right.TENANT, Meter.FREE
     routes.add("GET", "/v1/cache/retained", right=tenant, meter=free, body=NO_BODY, tag="cache")(retained)
 

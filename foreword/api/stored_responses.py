@@ -44,6 +44,7 @@ class _Packed:
     data: bytes
     compressed: bool
     expires: float
+    began: float
 
     @property
     def size(self) -> int:
@@ -66,8 +67,8 @@ class StoredResponses:
         self._bytes: Counter[bytes] = Counter()
         self._counts: Counter[bytes] = Counter()
         self._forgotten: Newest[bytes, float] = Newest(_TENANT_RESPONSES)
-        # Called with the owner, the id and the packed response that is added, and with the owner and the id of a removed one.
-        self.added: Callable[[bytes, str, bytes], object] = lambda owner, response_id, data: None
+        # Called as `keep` for a response that is added, and with the owner and the id of a removed one.
+        self.added: Callable[[bytes, str, bytes, float], object] = lambda owner, response_id, data, began: None
         self.removed: Callable[[bytes, str], object] = lambda owner, response_id: None
 
     @property
@@ -80,15 +81,15 @@ class StoredResponses:
     ) -> None:
         """Keep a response of the tenant with this salt, if it is not too large. `began`: when its request came, by the clock;
         if the tenant was forgotten since, it is not kept."""
-        data = msgspec.msgpack.encode(StoredResponse(tuple(messages), body))
+        data, began = msgspec.msgpack.encode(StoredResponse(tuple(messages), body)), min(began, self._clock())
         if self.keep(owner, response_id, data, began):
-            self.added(owner, response_id, data)
+            self.added(owner, response_id, data, began)
 
     def keep(self, owner: bytes, response_id: str, data: bytes, began: float = math.inf) -> bool:
         """Keep a packed response, as `add`. Whether it is kept."""
         compressed = len(data) <= _MOST_COMPRESSED
         data = zlib.compress(data, 1) if compressed else data
-        response = _Packed(data, compressed, self._clock() + self._ttl)
+        response = _Packed(data, compressed, self._clock() + self._ttl, began)
         if response.size > self._memory * _TENANT_SHARE or began <= self._forgotten.get(owner, -math.inf):
             return False
         self._drop((owner, response_id))
@@ -108,7 +109,7 @@ class StoredResponses:
                 "or too long ago",
                 param="previous_response_id",
             )
-        self._kept[owner, response_id] = _Packed(found.data, found.compressed, self._clock() + self._ttl)
+        self._kept[owner, response_id] = _Packed(found.data, found.compressed, self._clock() + self._ttl, found.began)
         self._kept.move_to_end((owner, response_id))
         return decode_msgpack(zlib.decompress(found.data) if found.compressed else found.data, StoredResponse)
 
@@ -122,10 +123,12 @@ class StoredResponses:
         """Remove a response, if it is kept here."""
         self._drop((owner, response_id))
 
-    def forget(self, owner: bytes) -> None:
-        """Remove all responses of a tenant; those of requests that run now are not kept."""
-        self._forgotten[owner] = self._clock()
-        for key in [key for key in self._kept if key[0] == owner]:
+    def forget(self, owner: bytes, at: float = math.inf) -> None:
+        """Remove all responses of a tenant; those of requests that run now are not kept. `at`: only of requests that came until
+        then, by the clock."""
+        at = min(at, self._clock())
+        self._forgotten[owner] = max(at, self._forgotten.get(owner, at))
+        for key in [key for key, one in self._kept.items() if key[0] == owner and one.began <= at]:
             self._drop(key)
 
     def _make_room(self, owner: bytes, size: int) -> None:

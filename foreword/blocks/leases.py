@@ -99,6 +99,7 @@ class Leases(Generic[Block]):
 
     Attributes:
         changed: is called when a retention that is stored begins, is used, or has ended; under the book's lock, on any thread.
+        lock: the book's, and of what follows it. Nothing waits under it.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Leases(Generic[Block]):
         self._retain_budget = budget if retain_budget is None else retain_budget
         self._most, self._clock = most, clock
         self._drop: Callable[[Sequence[Block]], None] = drop
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._accounts: dict[str, _Account[Block]] = {}
         self._named: list[Lease[Block]] = []
         self._named_blocks: Counter[Block] = Counter()
@@ -138,7 +139,7 @@ class Leases(Generic[Block]):
     @property
     def retained_bytes(self) -> int:
         """Bytes that the retentions of all tenants have."""
-        with self._lock:
+        with self.lock:
             return self._retained() * self.block_bytes
 
     @property
@@ -149,24 +150,24 @@ class Leases(Generic[Block]):
     @property
     def free(self) -> int:
         """Bytes that further named prefixes may have."""
-        with self._lock:
+        with self.lock:
             return self.budget - (len(self._named_blocks) + sum(one.reserved for one in self._named)) * self.block_bytes
 
     def known(self, tenant: str, key: bytes) -> Lease[Block] | None:
         """A tenant's retention with this last block."""
-        with self._lock:
+        with self.lock:
             account = self._accounts.get(tenant)
             return None if account is None else account.leases.get(key)
 
     def of(self, tenant: str) -> list[Lease[Block]]:
         """A tenant's retentions, the one that yields last at the end."""
-        with self._lock:
+        with self.lock:
             account = self._accounts.get(tenant)
             return sorted(account.leases.values(), key=lambda one: one.rank) if account else []
 
     def all(self) -> list[Lease[Block]]:
         """The retentions of all tenants."""
-        with self._lock:
+        with self.lock:
             return [one for account in self._accounts.values() for one in account.leases.values()]
 
     # Named prefixes
@@ -174,7 +175,7 @@ class Leases(Generic[Block]):
     def reserve(self, name: str, count: int) -> Lease[Block] | None:
         """Room for the blocks of a named prefix that is to be computed; retentions yield to it. None if other names leave too
         little."""
-        with self._lock:
+        with self.lock:
             if count * self.block_bytes > self.free:
                 return None
             lease = Lease[Block](name=name, reserved=count, book=self)
@@ -186,7 +187,7 @@ class Leases(Generic[Block]):
 
     def fill(self, lease: Lease[Block], blocks: Sequence[Block]) -> None:
         """The blocks are computed, at most as many as were reserved. The book takes over one reference to each of them."""
-        with self._lock:
+        with self.lock:
             if lease not in self._named:
                 self._drop(blocks)
                 return
@@ -195,7 +196,7 @@ class Leases(Generic[Block]):
 
     def end(self, lease: Lease[Block]) -> None:
         """Give back what a named prefix has, or was to have. Once is enough."""
-        with self._lock:
+        with self.lock:
             if lease in self._named:
                 self._named.remove(lease)
                 self._let_go(self._named_blocks, lease)
@@ -221,7 +222,7 @@ class Leases(Generic[Block]):
             block_size: tokens per key.
             whole: the blocks are useless without the last one, so the prefix cannot be clipped.
         """
-        with self._lock:
+        with self.lock:
             self.expire()
             ttl = None if wish.ttl is None else min(wish.ttl, self.longest)
             new = Lease[Block](tenant, root, keys, 0, ttl, wish.priority, stored=wish.stored, book=self)
@@ -331,7 +332,7 @@ class Leases(Generic[Block]):
         """A tenant's retentions that a prompt with these block keys passes, the shortest first. They count as used."""
         if tenant not in self._accounts:
             return []
-        with self._lock:
+        with self.lock:
             self.expire()
             found = self._along(tenant, keys)
             for one in found:
@@ -349,7 +350,7 @@ class Leases(Generic[Block]):
     def adopt(self, lease: Lease[Block]) -> bool:
         """Enter a retention of another process, which has no blocks here yet; one that is known here takes over what is longer
         or more urgent. False if the tenant has too many."""
-        with self._lock:
+        with self.lock:
             account = self._accounts.get(lease.tenant, _Account[Block]())
             known = account.leases.get(lease.key)
             if known is not None:
@@ -363,7 +364,7 @@ class Leases(Generic[Block]):
 
     def yield_blocks(self) -> bool:
         """Give up the blocks of the retention with the lowest rank. False if no retention has blocks."""
-        with self._lock:
+        with self.lock:
             lowest = min((one for one in self.all() if one.blocks), key=_rank, default=None)
             if lowest is not None:
                 self._let_go(self._accounts[lowest.tenant].blocks, lowest)
@@ -371,7 +372,7 @@ class Leases(Generic[Block]):
 
     def release(self, tenant: str, keys: Iterable[bytes]) -> list[Lease[Block]]:
         """End a tenant's retentions along a chain of keys."""
-        with self._lock:
+        with self.lock:
             found = self._along(tenant, keys)
             for one in found:
                 self._end(one)
@@ -379,7 +380,7 @@ class Leases(Generic[Block]):
 
     def expire(self) -> None:
         """End the retentions whose time is over."""
-        with self._lock:
+        with self.lock:
             now = self._clock()
             if now < self._next_expiry:
                 return

@@ -52,6 +52,7 @@ TenantSecret = Annotated[
     ),
 ]
 _BATCH = 32
+_SHOWN = 20  # names of blocks that `foreword copy` prints
 _CALL_WITHIN = 60.0
 # The buffer for a frame whose size the store does not list.
 _LARGEST_FRAME = 64 << 20
@@ -303,12 +304,18 @@ def copy(
         str, typer.Argument(metavar="TARGET", help="URL of the store that gets the copy; it may be new.")
     ],
     *,
+    patience: Annotated[
+        float,
+        typer.Option(
+            "--patience", min=0, metavar="SECONDS", help="How long a store may be late or fail before the copy ends."
+        ),
+    ] = 300.0,
     as_json: Json = False,
 ) -> None:
     """Copy a store into another one, of any type.
 
-    Verifies every block when it is read and again in the target. Copies pins, and records of prefixes and models. A copy that
-    was interrupted is continued by the same command. Status 1 if something could not be copied.
+    Verifies every block when it is read and again in the target. Copies pins, and records of prefixes and models. Asks a store
+    that is late again. A copy that was interrupted is continued by the same command. Status 1 if something could not be copied.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -318,7 +325,8 @@ def copy(
     from foreword.store.urls import check_stores, open_store
 
     keys = _keys()
-    for url in check_stores([source, target]):
+    urls = check_stores([source, target])
+    for url in urls:
         if url.reach is Reach.PROCESS:
             raise ConfigError(f"{url.shown}: a {url.scheme}:// store ends with its process; name one that outlives it")
     with (
@@ -328,8 +336,14 @@ def copy(
     ):
         task = bar.add_task("blocks", total=None)
         done = copy_store(
-            old.tiers[0], new.tiers[0], lambda count, blocks: bar.update(task, completed=count, total=blocks)
+            old.tiers[0],
+            new.tiers[0],
+            lambda count, blocks: bar.update(task, completed=count, total=blocks),
+            shown=(urls[0].shown, urls[1].shown),
+            patience=patience,
+            late=lambda problem: bar.console.print(problem, markup=False, highlight=False, soft_wrap=True),
         )
+        at, of = bar.tasks[task].completed, bar.tasks[task].total
     if as_json:
         print(json.dumps({**asdict(done), "complete": done.complete}, indent=2))
     else:
@@ -351,6 +365,17 @@ def copy(
         ):
             if count:
                 print(f"{count} {what}")
+        for block in done.named[:_SHOWN]:
+            print(f"  {block}")
+        if len(done.named) > _SHOWN:
+            print(f"  and {len(done.named) - _SHOWN:,} more, which --json names")
+    if done.ended:
+        where = "before the first block" if of is None else f"after {at:,.0f} of {of:,.0f} blocks, which stay"
+        print(
+            f"foreword: {done.ended}\nThe copy has ended {where}. Check that store, then run the same command, which "
+            "continues; --patience waits longer.",
+            file=sys.stderr,
+        )
     if not done.complete:
         raise typer.Exit(1)
 

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -26,6 +26,7 @@ from foreword.blocks.prefix_cache import HOLE, BlockTable, Match, PrefixCache, g
 from foreword.blocks.public import is_public
 from foreword.blocks.salt import PUBLIC
 from foreword.engine.attention.kv_tensors import block_bytes, block_distances, copy_block, distances
+from foreword.engine.audit_counts import AuditCounts
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.engine.torch_runner import TorchRunner
@@ -50,27 +51,6 @@ _MAX_PAUSE: Final = 1.0  # seconds
 def tolerance(dtype: torch.dtype, loss: str = "") -> float:
     """The largest distance that counts as equal. `loss`: the lossy codec of the stores (`Layout.loss`)."""
     return _TOLERANCE[dtype] + sum(_LOSS_TOLERANCE[name] for name in loss.split("+"))
-
-
-@dataclass(slots=True)
-class AuditCounts:
-    """Counts of the audit since the start. A hit is an admission of a sequence with cached blocks.
-
-    Attributes:
-        hits, audited, different: hits by source; `audited` are those of which at least one block was compared.
-        blocks, exact: blocks compared, and those that were equal bit for bit.
-        skipped: chosen hits that were not audited: evicted meanwhile, too many pending, or never enough idle time.
-        largest: the largest distance that counted as equal.
-    """
-
-    hits: Counter[str]
-    audited: Counter[str]
-    different: Counter[str]
-    blocks: int = 0
-    exact: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    largest: float = 0.0
 
 
 class Quarantine(Protocol):
@@ -128,7 +108,7 @@ class HitAudit:
         exact: bool = False,
     ) -> None:
         self.every = every
-        self.counts = AuditCounts(Counter(), Counter(), Counter())
+        self.counts = AuditCounts()
         self.tolerance = 0.0 if exact else tolerance(runner.kv_dtype, loss)
         self._runner = runner
         self._cache = cache

@@ -6,7 +6,6 @@ they lie, a load copies them from there, and then the tier has them (`Store.publ
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 # Of a tier's memory: reads at once fill so much, or one block. A store that hangs keeps no more from other blocks.
 _SHARE: Final = 0.25
-_filling = threading.Lock()
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +53,7 @@ class SlotRead:
 
     def note_late(self, positions: Sequence[int], call: TierCall[Any]) -> None:
         """A call has not returned that may write into slots."""
-        with _filling:
+        with self.tier.lock:
             self.tier.filling.late += not self._is_late
             self._is_late = True
         self._late.append(call)
@@ -66,7 +64,7 @@ class SlotRead:
         if self._late:  # the calls refer to what they do afterwards, and so to the slots
             self._late.pop().when_returned(partial(self.end, keeps))
             return
-        with _filling:
+        with self.tier.lock:
             self.tier.filling.bytes -= self._bytes
             self.tier.filling.late -= self._is_late
             self._bytes, self._is_late = 0, False
@@ -86,7 +84,7 @@ class SlotRead:
             self.tier.abandon(longer)
             slot = longer.stride
         count, slot = min(len(sizes), max(share // slot, 1) if slot >= frame else 1), max(slot, frame)
-        with _filling:
+        with self.tier.lock:
             if filling.late or (filling.bytes and filling.bytes + count * slot > share):
                 return 0
             self._bytes = count * slot

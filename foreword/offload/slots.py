@@ -24,37 +24,41 @@ def _until(deadline: float) -> float:
 
 
 class StagingSlots:
-    """Free slots of a staging arena. The lowest ones are taken first, so that slots taken together tend to be consecutive."""
+    """Free slots of a staging arena. The lowest ones are taken first, so that slots taken together tend to be consecutive.
+
+    Attributes:
+        changed: guards the free slots, and what readers count of the slots that they have. Nothing else is done under it.
+    """
 
     def __init__(self, slots: Iterable[int]) -> None:
         self._free = sorted(slots)
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
 
     def take(self, count: int) -> list[int] | None:
         """`count` slots, or None if fewer are free."""
-        with self._changed:
+        with self.changed:
             return self._pop(count) if len(self._free) >= count else None
 
     def wait_for(self, count: int, deadline: float) -> list[int] | None:
         """`count` slots, or None if fewer are free until the deadline."""
-        with self._changed:
-            enough = self._changed.wait_for(lambda: len(self._free) >= count, _until(deadline))
+        with self.changed:
+            enough = self.changed.wait_for(lambda: len(self._free) >= count, _until(deadline))
             return self._pop(count) if enough else None
 
     def wait_for_room(self, count: int, deadline: float) -> None:
         """Wait until `count` slots are free, or the deadline has passed."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._free) >= count, _until(deadline))
+        with self.changed:
+            self.changed.wait_for(lambda: len(self._free) >= count, _until(deadline))
 
     def _pop(self, count: int) -> list[int]:
         return [heapq.heappop(self._free) for _ in range(count)]
 
     def give(self, slots: Iterable[int]) -> None:
         """Return slots."""
-        with self._changed:
+        with self.changed:
             for slot in slots:
                 heapq.heappush(self._free, slot)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
 
 class SlotReader:
@@ -70,9 +74,7 @@ class SlotReader:
         self._staging = staging
         self._pool = pool
         self._limit = max(slots // _SHARE, 1)
-        self._lock = threading.Lock()
-        self._direct = 0
-        self._hung = 0
+        self._direct = self._hung = 0  # slots; under the pool's lock
 
     def read(
         self, names: Sequence[Name], slots: Sequence[int], *, deadline: float, blocking: bool
@@ -99,14 +101,14 @@ class SlotReader:
             self._change(direct=-direct)
 
     def _may_write(self, count: int) -> bool:
-        with self._lock:
+        with self._pool.changed:
             if self._hung or self._direct + count > self._limit:
                 return False
             self._direct += count
             return True
 
     def _change(self, *, direct: int = 0, hung: int = 0) -> None:
-        with self._lock:
+        with self._pool.changed:
             self._direct += direct
             self._hung += hung
 

@@ -33,7 +33,7 @@ class NamedPrefix:
         bytes: KV that is kept for it; at a router, its content. `ready`: its KV has been computed.
         created, last_used: seconds since the epoch.
         uses, hit_tokens: requests that named it, and the prompt tokens that they found cached.
-        made: at a router, how often it had forgotten a tenant when this version was made.
+        made: at a router, when this version was made, by `time.monotonic`.
     """
 
     name: str
@@ -46,7 +46,7 @@ class NamedPrefix:
     hit_tokens: int = 0
     last_used: float | None = None
     ready: bool = False
-    made: int = 0
+    made: float = 0.0
 
     @property
     def kind(self) -> Kind:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from typing import Any, Final
 
@@ -39,8 +38,7 @@ class LeaseFollower:
         self._records = SharedRecords(store, RETENTIONS)
         # By record key, until when the record says that it is kept, on the book's clock.
         self._written: dict[str, float] = {}
-        self._lock = threading.Lock()
-        self._due: dict[str, Lease[Any]] = {}
+        self._due: dict[str, Lease[Any]] = {}  # under the book's lock
         pins.needed.append(lambda tenant: [one.keys for one in book.of(tenant) if one.stored])
         book.changed = self._changed
         self._scanned = time.monotonic()
@@ -61,7 +59,7 @@ class LeaseFollower:
 
     def _later(self, key: str, one: Lease[Any], *, found: bool = False) -> None:
         """Follow a retention. One that a scan has `found` yields to one of the book that waits: that says more."""
-        with self._lock:
+        with self._book.lock:
             waiting = key in self._due
             if not (waiting and found):
                 self._due[key] = one
@@ -71,7 +69,7 @@ class LeaseFollower:
     # The thread
 
     def _follow(self, key: str) -> None:
-        with self._lock:
+        with self._book.lock:
             one = self._due.pop(key)
         try:
             # By its key: another retention of the same prefix may have begun since.

@@ -63,7 +63,6 @@ class Registration:
         self.prefix, self.tokens = prefix, prefix.tokens
         self.salt, self.lease, self.replace, self.adopted, self._service = salt, lease, replace, adopted, service
         self.pinned = 0
-        self._lock, self._open = threading.Lock(), True
         service.registering.add(self)
 
     @property
@@ -86,10 +85,12 @@ class Registration:
         return found
 
     def _end(self) -> bool:
-        with self._lock:
-            was, self._open = self._open, False
-        self._service.registering.discard(self)
-        return was
+        """Whether it was open until now: of several threads, one takes it out of the set."""
+        try:
+            self._service.registering.remove(self)
+        except KeyError:
+            return False
+        return True
 
     def __enter__(self) -> Self:
         return self

@@ -15,21 +15,19 @@ from foreword.errors import did_you_mean
 from foreword.request_errors import NoReplica, ReplicaFailed, UnknownModel
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.replica_body import edited, read_body
-from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
+from foreword.router.replicas import CONNECTION_ERRORS, MAX_RESPONSE_BYTES, Upstream, read_whole
 from foreword.router.router import Router
 
 _DROPPED = frozenset(("kv_transfer_params", "cache_salt", "salt", "request_id"))
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
-    free = Meter.FREE
-
-    @routes.add("GET", "/v1/models", right=Right.TENANT, meter=free, body=NO_BODY, tag="models")
+    @routes.add("GET", "/v1/models", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="models")
     async def models(call: Call) -> dict[str, Any]:
         """The models of all replicas."""
         return listed_models(router)
 
-    @routes.add("GET", "/v1/models/{name:path}", right=Right.TENANT, meter=free, body=NO_BODY, tag="models")
+    @routes.add("GET", "/v1/models/{name:path}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="models")
     async def model(call: Call) -> dict[str, Any]:
         """A model."""
         return listed_models(router, call.names["name"])
@@ -46,7 +44,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         return await send_to_one(router, call, replicas, path, edited(body, _DROPPED, {}))
 
     for path in ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"):
-        add = routes.add("POST", path, right=Right.TENANT, meter=free, body=JsonBody(read_body), tag="models")
+        add = routes.add("POST", path, right=Right.TENANT, meter=Meter.FREE, body=JsonBody(read_body), tag="models")
         add(tokenize)
 
 
@@ -69,20 +67,25 @@ def listed_models(router: Router, name: str = "") -> dict[str, Any]:
 
 
 async def send(
-    router: Router, call: Call, upstream: Upstream, path: str, body: bytes, *, silence: float | None = None
+    router: Router,
+    call: Call,
+    upstream: Upstream,
+    path: str,
+    body: bytes,
+    silence: float | None = None,
+    limit: int = MAX_RESPONSE_BYTES,
 ) -> Answer:
     """Send the client's request to a replica. Raises what aiohttp raises, also after `silence` seconds, and ReplicaFailed."""
     headers = request_headers(call.headers)
     headers.update(router.auth.headers(call.tenant, credentials(call.headers), upstream.kind))
-    headers["x-request-id"], headers["accept-encoding"] = call.id, "identity"
-    if body:
-        headers["content-type"] = "application/json"
+    headers.update({"x-request-id": call.id, "accept-encoding": "identity"})
+    headers.update({"content-type": "application/json"} if body else {})
     url = URL(upstream.url + path, encoded=True)
-    limit = aiohttp.ClientTimeout(total=router.config.request_timeout, sock_read=silence)
+    timeout = aiohttp.ClientTimeout(total=router.config.request_timeout, sock_read=silence)
     async with router.session.request(
-        call.method, url, data=body or None, headers=headers, allow_redirects=False, timeout=limit
+        call.method, url, data=body or None, headers=headers, allow_redirects=False, timeout=timeout
     ) as response:
-        data = await read_whole(response)
+        data = await read_whole(response, limit)
         if 300 <= response.status < 400:
             raise ReplicaFailed(f"{upstream.url} redirects")
         return Answer(response.status, data, response_headers(response.headers))

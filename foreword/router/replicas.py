@@ -33,7 +33,7 @@ _ROLES: Final = ("both", "prefill", "decode")
 _OPTIONS: Final = ("role", "events", "replay", "max_waiting")
 _MAX_METRICS_BYTES: Final = 8 << 20
 _MAX_PROBE_BYTES: Final = 8 << 20
-_MAX_RESPONSE_BYTES: Final = 64 << 20
+MAX_RESPONSE_BYTES: Final = 64 << 20
 _MAX_MODEL_LEN: Final = 1 << 24
 # To compute the log-probabilities of a short text, also on a server with much to do.
 _LOGPROBS_SECONDS: Final = 10.0
@@ -654,7 +654,7 @@ def _reachable(endpoint: str, host: str) -> str:
     return endpoint
 
 
-async def read_whole(response: aiohttp.ClientResponse, limit: int = _MAX_RESPONSE_BYTES) -> bytes:
+async def read_whole(response: aiohttp.ClientResponse, limit: int = MAX_RESPONSE_BYTES) -> bytes:
     """A whole body. Raises ReplicaFailed if it is too long, and what aiohttp raises."""
     data = bytearray()
     while piece := await response.content.readany():

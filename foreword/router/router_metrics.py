@@ -21,7 +21,7 @@ class RouterMetrics(FrontRegistry):
         counter, histogram = self.counter, self.histogram
         self._decisions = counter("decisions", "Placement decisions by replica and reason.", "replica", "reason")
         self._failures = counter("failures", "Requests that failed on a replica.", "replica")
-        self._deaths = counter("replica_deaths", "Replicas that died at a request.", "replica")
+        self._deaths = counter("replica_deaths", "Deaths of replicas that were found when a request failed.", "replica")
         self._prompts = counter("usage_prompt_tokens", "Prompt tokens, where usage has the cached ones too.", "replica")
         self._cached = counter("usage_cached_tokens", "Cached prompt tokens as usage has them.", "replica")
         self._retries = counter("retries", "Requests retried on another replica before their first token.")
@@ -41,7 +41,7 @@ class RouterMetrics(FrontRegistry):
         self._warm_up = histogram(
             "warm_up_seconds", "Time that joining replicas took to load common prefixes.", _SECONDS
         )
-        self._overhead = histogram("overhead_seconds", "From arrival to placement, without queueing.", _OVERHEAD)
+        self._overhead = histogram("overhead_seconds", "Time from arrival to placement, without queueing.", _OVERHEAD)
 
     def add_collector(self, collector: Collector) -> None:
         self._registry.register(collector)

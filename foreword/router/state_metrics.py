@@ -44,7 +44,7 @@ _ACCURACY_COUNTERS: Final[Table] = (
     ),
 )
 _POOL_GAUGES: Final[Table] = (
-    ("queue_length", "Requests in the router's queue.", lambda pool: pool.waiting),
+    ("queue_length", "Requests in the router's queue, and broken streams that wait.", lambda pool: pool.waiting),
     ("queued_work_seconds", "Prompt work not done yet, in seconds of one replica.", lambda pool: pool.queued_seconds),
     ("directory_blocks", "Blocks in the directory.", lambda pool: len(pool.fleet.directory)),
     ("sessions", "Known sessions.", lambda pool: len(pool.fleet.sessions)),
@@ -99,4 +99,4 @@ class RouterStateCollector(Collector):
             for url, subscriptions in self._router.subscriptions.items()
             for kind in fields(FeedCounters)
         ]
-        return counter(_PREFIX + "kv_events", "KV events by kind.", ("replica", "kind"), counts)
+        return counter(_PREFIX + "kv_events", "KV events received, by kind.", ("replica", "kind"), counts)

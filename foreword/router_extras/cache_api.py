@@ -7,53 +7,88 @@ that of the replica that keeps most, and has the answers of all.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Final
 from urllib.parse import urlencode
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from foreword.api import cache_control, session_control
-from foreword.api.dialects.answer_reader import decode_object, error_of, read_error
+from foreword.api.dialects.answer_reader import decode_object
 from foreword.api.dialects.decode import Limits, TooMany
-from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody, GenerateRequest
 from foreword.api.routes import Right, Routes
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest
-from foreword.request_errors import NoReplica, ReplicaFailed
+from foreword.request_errors import NoReplica
 from foreword.router.replica_body import edited, parse_request, read_body
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
-from foreword.router_extras.fan_out import healthy, send_once
+from foreword.router_extras.fan_out import (
+    Fails,
+    FanOut,
+    FanOutHandler,
+    Listed,
+    ReplicaAnswers,
+    able,
+    each_once,
+    fan_out,
+    healthy,
+    union,
+)
 from foreword.routing.directory import CacheTier
 from foreword.routing.placement import PlacementQuery
 from foreword.usage import TokenUsage
 
 _RANKS: Final = {"accepted": 2, "clipped": 1}
+_LISTS: Final[dict[str, Any]] = {"fails": Fails.IF_ALL, "shape": Listed, "seconds": lambda upstream: 60.0}
+
+
+class _SessionBody(Struct):
+    """The fields of an answer about a session that are added up."""
+
+    freed_blocks: dict[str, int] | None = None
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
-    async def retained(call: Call) -> Answer:
+    sessions = FanOut(
+        to=lambda router: able(healthy(router), "session"),
+        merge=_summed,
+        fails=Fails.IF_ANY_BREAKS,
+        shape=_SessionBody,
+    )
+
+    @fan_out(router, FanOut(to=lambda router: able(healthy(router)), merge=union, **_LISTS))
+    async def retained(call: Call, fan: FanOutHandler) -> Answer:
         """Retentions of the tenant, and on which replicas."""
-        return _retained(await _ask(router, call, _able(healthy(router))))
+        return (await _ask(fan, call)).merged()
 
-    async def session(call: Call) -> Answer:
+    @fan_out(router, sessions)
+    async def session(call: Call, fan: FanOutHandler) -> Answer:
         """Open a session on all replicas, fork it, compact it, or end it, which frees what only it has used in every tier."""
-        answers = await _ask(router, call, _able(healthy(router), "session"), ClientBody(call.raw))
-        return _session_answer(answers)
+        return (await _ask(fan, call, body=ClientBody(call.raw))).merged()
 
-    async def open_sessions(call: Call) -> Answer:
+    @fan_out(router, FanOut(to=lambda router: able(healthy(router), "session"), merge=union, **_LISTS))
+    async def open_sessions(call: Call, fan: FanOutHandler) -> Answer:
         """The open sessions of the caller, and on which replicas."""
-        return _retained(await _ask(router, call, _able(healthy(router), "session")))
+        return (await _ask(fan, call)).merged()
+
+    def verb_handler(verb: str, text: str) -> Handler:
+        async def control(call: Call, fan: FanOutHandler) -> Answer:
+            return await _control(router, call, fan, verb)
+
+        control.__name__, control.__doc__ = verb, text
+        fails = Fails.IF_ANY if verb == "release" else Fails.IF_ALL
+        plan = FanOut(to=lambda router: able(healthy(router), verb), merge=partial(_best, verb), fails=fails)
+        return FanOutHandler(router, plan, control)
 
     session_control.add_routes(routes, session, open_sessions)
-    cache_control.add_routes(routes, lambda verb: _parse, partial(_control, router), retained)
+    cache_control.add_routes(routes, lambda verb: _parse, verb_handler, retained)
 
 
 def _parse(raw: bytes, limits: Limits) -> GenerateRequest:
@@ -71,7 +106,7 @@ def _parse(raw: bytes, limits: Limits) -> GenerateRequest:
     return replace(request, add_generation_prompt=False)
 
 
-async def _control(router: Router, call: Call, verb: str) -> Answer:
+async def _control(router: Router, call: Call, fan: FanOutHandler, verb: str) -> Answer:
     request, computes = call.body, verb in ("retain", "pin")
     if router.order and request.messages:  # as its requests are
         request = router.order.arranged(request, router.pool(request.model).model)
@@ -82,17 +117,11 @@ async def _control(router: Router, call: Call, verb: str) -> Answer:
     targets, tokens = await _targets(router, call, request, salt, "release" if everything else verb)
     if computes:  # as far as it is known, so that a client that leaves before the answer has paid
         call.charge(TokenUsage(tokens * len(targets)))
-    answers = await _ask(router, call, list(targets), request.body, salt)
+    answers = await _ask(fan, call, targets, request.body, salt)
     if computes:
-        computed = sum(_count(decode_object(one.body), "prompt_tokens") for one in answers.values() if one.status < 400)
+        computed = sum(_count(one.body, "prompt_tokens") for one in answers.served.values())
         call.charge(TokenUsage(computed))
-    return _answer(verb, targets, answers)
-
-
-def _able(replicas: Sequence[Upstream], verb: str = "") -> list[Upstream]:
-    """Foreword's servers among the replicas, and those of vLLM for a prefetch or a session; all if there are none."""
-    kinds = ("foreword", "vllm") if verb in ("prefetch", "session") else ("foreword",)
-    return [one for one in replicas if one.kind in kinds] or list(replicas)
+    return answers.merged()
 
 
 async def _targets(
@@ -101,19 +130,19 @@ async def _targets(
     """The replicas that get a request, and why; and the tokens of its prefix, 0 if they are not known. Raises NoReplica,
     UnknownModel."""
     if verb == "release" and request.model is None and not request.messages and not request.prompts:
-        return dict.fromkeys(_able(healthy(router)), "all replicas"), 0
+        return dict.fromkeys(able(healthy(router)), "all replicas"), 0
     pool = router.pool(request.model)
-    able = _able([one for one in healthy(router) if one.url in pool.upstreams], verb)
-    if not able:
+    takers = able([one for one in healthy(router) if one.url in pool.upstreams], verb)
+    if not takers:
         raise NoReplica("No replica of this model takes requests now")
     if verb == "release" or not pool.needs_prompts:
-        return dict.fromkeys(able, "all replicas"), 0
+        return dict.fromkeys(takers, "all replicas"), 0
     prompt = await router.prompts.tokenize(request, pool, Salt.of(call.tenant.salt, salt), needed=True)
     session = request.session_name(call.headers)
     name = f"{call.tenant.name}/{session}" if session is not None else None
     known = _likely(pool, pool.query(prompt, request.model, Salt.of(call.tenant.salt, salt), name, None))
-    found = {one: f"holds {known[one.url]} tokens" for one in able if one.url in known}
-    return found or dict.fromkeys(able, "all replicas: none is known to hold it"), prompt.count
+    found = {one: f"holds {known[one.url]} tokens" for one in takers if one.url in known}
+    return found or dict.fromkeys(takers, "all replicas: none is known to hold it"), prompt.count
 
 
 def _likely(pool: ReplicaPool, query: PlacementQuery) -> dict[str, int]:
@@ -130,11 +159,13 @@ def _likely(pool: ReplicaPool, query: PlacementQuery) -> dict[str, int]:
 
 
 async def _ask(
-    router: Router, call: Call, targets: Sequence[Upstream], body: ClientBody | None = None, salt: str | None = None
-) -> dict[Upstream, Answer]:
-    """The answers of these replicas. One that does not answer counts as an error response."""
-
-    async def one(upstream: Upstream) -> Answer:
+    fan: FanOutHandler,
+    call: Call,
+    targets: Mapping[Upstream, str] | None = None,
+    body: ClientBody | None = None,
+    salt: str | None = None,
+) -> ReplicaAnswers:
+    async def send_to(upstream: Upstream) -> Answer:
         # Only Foreword's servers know the tenant without it.
         given = salt if upstream.kind == "foreword" else Salt.of(call.tenant.salt, salt).text or None
         path, data = call.path, b""
@@ -142,63 +173,31 @@ async def _ask(
             data = edited(body, ("cache_salt",), {"cache_salt": given} if given else {})
         elif given:
             path += "?" + urlencode({"cache_salt": given})
-        try:
-            answer = await send_once(router, call, upstream, path, data)
-        except ReplicaFailed as error:
-            return Answer.json(error_body(error), error.status)
-        if answer.status >= 400 and error_of(answer.body).message is None:  # vLLM's, which has no such path
-            return Answer.json(error_body(read_error(answer.status, answer.body)), answer.status)
-        return answer
+        return await fan.forward(call, upstream, path, data)
 
-    return dict(zip(targets, await asyncio.gather(*map(one, targets)), strict=True))
+    return await fan.ask(call, targets, send_to)
 
 
-def _answer(verb: str, why: Mapping[Upstream, str], answers: Mapping[Upstream, Answer]) -> Answer:
-    """The answers of all replicas in one. A release fails if one of them does, so that the client repeats it."""
-    served = {one: decode_object(answer.body) for one, answer in answers.items() if answer.status < 400}
-    failed = [answer for answer in answers.values() if answer.status >= 400 and answer.status != 404]
-    if not served or (verb == "release" and failed):
-        return (failed or list(answers.values()))[0]
+def _best(verb: str, answers: ReplicaAnswers) -> Mapping[str, Any]:
+    """The answer of the replica that keeps most, and those of all."""
+    served = {upstream: one.body for upstream, one in answers.served.items()}
     best = max(served.values(), key=lambda body: (_RANKS.get(str(body.get("status")), 0), _count(body, "tokens")))
     if verb == "release":
-        best = {**best, "released": _merged({one: body.get("released") for one, body in served.items()})}
-    replicas = [{"replica": one.url, "why": why[one], **decode_object(answer.body)} for one, answer in answers.items()]
-    return _respond({**best, "replicas": replicas}, len(served), len(answers))
+        best = {**best, "released": each_once({one: body.get("released") for one, body in served.items()})}
+    replicas = [
+        {"replica": upstream.url, "why": answers.why.get(upstream, ""), **decode_object(one.answer.body)}
+        for upstream, one in answers.each.items()
+    ]
+    return {**best, "replicas": replicas}
 
 
-def _session_answer(answers: Mapping[Upstream, Answer]) -> Answer:
-    """The answer of a replica that knows the session, with the blocks that all have freed. It fails if one could not be asked,
-    so that the client repeats it: what is done stays done."""
-    served = {one: decode_object(answer.body) for one, answer in answers.items() if answer.status < 400}
-    failed = [answer for answer in answers.values() if answer.status >= 500]
-    if failed or not served:
-        return (failed or list(answers.values()))[0]
+def _summed(answers: ReplicaAnswers) -> Mapping[str, Any]:
+    """The answer of a replica that knows the session, with the blocks that all have freed."""
     freed: Counter[str] = Counter()
-    for body in served.values():
+    bodies = [one.body for one in answers.served.values()]
+    for body in bodies:
         freed.update(body.get("freed_blocks") or {})
-    body = next(iter(served.values()))
-    return _respond({**body, **({"freed_blocks": freed} if "freed_blocks" in body else {})}, len(served), len(answers))
-
-
-def _retained(answers: Mapping[Upstream, Answer]) -> Answer:
-    served = {one: decode_object(answer.body).get("data") for one, answer in answers.items() if answer.status < 400}
-    if not served:
-        return next(iter(answers.values()))
-    return _respond({"object": "list", "data": _merged(served)}, len(served), len(answers))
-
-
-def _merged(lists: Mapping[Upstream, Any]) -> list[dict[str, Any]]:
-    """Entries of several replicas, each once, with the replicas that have it."""
-    found: dict[Any, dict[str, Any]] = {}
-    for upstream, entries in lists.items():
-        for entry in entries if isinstance(entries, list) else ():
-            if isinstance(entry, dict) and isinstance(entry.get("id"), str):
-                found.setdefault(entry["id"], {**entry, "replicas": []})["replicas"].append(upstream.url)
-    return list(found.values())
-
-
-def _respond(body: Mapping[str, Any], served: int, asked: int) -> Answer:
-    return Answer.json(body, headers={"x-foreword-replicas": f"{served} of {asked}"})
+    return {**bodies[0], **({"freed_blocks": freed} if "freed_blocks" in bodies[0] else {})}
 
 
 def _count(body: Mapping[str, Any], name: str) -> int:

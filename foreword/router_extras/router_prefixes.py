@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -29,12 +29,11 @@ from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ConfigError, StoreUnavailable, reason_of
 from foreword.newest import Newest
 from foreword.prefixes.book import NamedPrefix, PrefixBook, content_of, size_of
-from foreword.prefixes.errors import UnknownPrefix
 from foreword.request_errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import Prefixes
 from foreword.router.replica_body import PATHS, edited, parse_request
-from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
+from foreword.router.replicas import CONNECTION_ERRORS, MAX_RESPONSE_BYTES, ReplicaInfo, Upstream, read_whole
 from foreword.router_extras.worker_links import workers_of
 
 if TYPE_CHECKING:
@@ -83,8 +82,7 @@ class PrefixRegistry:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._book = PrefixBook()
-        self._forgets = 0
-        self._forgotten: Newest[str, int] = Newest(_MOST_FORGOTTEN)  # which of them was the last one of each tenant
+        self._forgotten: Newest[str, float] = Newest(_MOST_FORGOTTEN)  # when, by `time.monotonic`
         for one in _read_saved(path) if path is not None and path.exists() else ():
             self.put(one.tenant, NamedPrefix(one.name, one.version, one.content, (), one.created))
 
@@ -109,29 +107,38 @@ class PrefixRegistry:
         content, salt = content_of(new.content, new.messages), tenant.encode()
         self._book.check(new.name, content, None, salt=salt, replace=new.replace)
         version = self._book.version(new.name, salt=salt) + 1
-        return NamedPrefix(new.name, version, content, (), time.time(), size_of(content), made=self._forgets)
+        return NamedPrefix(new.name, version, content, (), time.time(), size_of(content), made=time.monotonic())
 
     def put(self, tenant: str, prefix: NamedPrefix) -> None:
         """Register a prefix or a new version of it, unless its tenant was forgotten since it was made."""
-        if prefix.made >= self._forgotten.get(tenant, 0):
+        if prefix.made > self._forgotten.get(tenant, -math.inf):
             sized = replace(prefix, bytes=prefix.bytes or size_of(prefix.content))
             self._book.commit(sized, salt=tenant.encode())
 
-    def learn(self, tenant: str, name: str, version: int, content: Any, created: float) -> None:
-        """Register what another worker has registered."""
+    def learn(self, tenant: str, name: str, version: int, content: Any, created: float, made: float) -> None:
+        """Register what another worker has registered. Of two of one version all keep the later one."""
         given = content if isinstance(content, str) else tuple(content)
-        self.put(tenant, NamedPrefix(name, version, given, (), created, size_of(given), made=self._forgets))
+        known = self.find(tenant, name)
+        if known is None or (version, created, str(given)) > (known.version, known.created, str(known.content)):
+            self.put(tenant, NamedPrefix(name, version, given, (), created, size_of(given), made=made))
+
+    def unlearn(self, tenant: str, name: str, version: int) -> None:
+        """Remove what another worker has removed, but no later version, which that one may not have known."""
+        known = self.find(tenant, name)
+        if known is not None and known.version <= version:
+            self.remove(tenant, name)
 
     def remove(self, tenant: str, name: str) -> NamedPrefix:
         """Raises UnknownPrefix."""
         return self._book.remove(name, salt=tenant.encode())
 
-    def forget(self, tenant: str) -> None:
-        """Remove all of a tenant, also what is being registered."""
-        self._forgets += 1
-        self._forgotten[tenant] = self._forgets
+    def forget(self, tenant: str, at: float = math.inf) -> None:
+        """Remove all of a tenant, also what is being registered. `at`: only what was made until then, by `time.monotonic`."""
+        at = min(at, time.monotonic())
+        self._forgotten[tenant] = max(at, self._forgotten.get(tenant, at))
         for prefix in self.of(tenant):
-            self.remove(tenant, prefix.name)
+            if prefix.made <= at:
+                self.remove(tenant, prefix.name)
 
     def write(self, prefixes: Sequence[tuple[str, NamedPrefix]]) -> None:
         """Write the file with these prefixes, if there is one. Takes time; runs on any thread. Raises OSError."""
@@ -181,7 +188,7 @@ class RouterPrefixes(Prefixes):
         """Keep a registration, and compute the prefix where the router puts it before prompts. `computed` gets the tokens of
         each replica that has done so."""
         self.registry.put(tenant.name, prefix)
-        told = tenant.name, prefix.name, prefix.version, prefix.content, prefix.created
+        told = tenant.name, prefix.name, prefix.version, prefix.content, prefix.created, prefix.made
         await workers_of(self._router).repeat("prefix", told)
         await self.save()
         for upstream in self._router.healthy():
@@ -194,7 +201,7 @@ class RouterPrefixes(Prefixes):
         if problem := await self.save():
             self.registry.put(tenant.name, removed)
             raise StoreUnavailable(f"the prefix is not removed, its file could not be written: {problem}")
-        await workers_of(self._router).repeat("prefix removed", (tenant.name, name))
+        await workers_of(self._router).repeat("prefix removed", (tenant.name, name, removed.version))
         return removed
 
     def follow_workers(self) -> None:
@@ -202,14 +209,10 @@ class RouterPrefixes(Prefixes):
 
         def known() -> Iterator[Any]:
             for tenant, one in self.registry.all():
-                yield tenant, one.name, one.version, one.content, one.created
-
-        def removed(told: list[str]) -> None:
-            with suppress(UnknownPrefix):
-                self.registry.remove(*told)
+                yield tenant, one.name, one.version, one.content, one.created, one.made
 
         workers_of(self._router).on("prefix", lambda told: self.registry.learn(*told), known)
-        workers_of(self._router).on("prefix removed", removed)
+        workers_of(self._router).on("prefix removed", lambda told: self.registry.unlearn(*told))
 
     async def save(self) -> str:
         """Write the file. Returns why that failed, "" if it did not."""
@@ -302,16 +305,24 @@ class RouterPrefixes(Prefixes):
             logger.info("prefix %r was not computed on %s: %s", prefix.name, url, error)
 
     async def send(
-        self, url: str, kind: str, tenant: Tenant, method: str, path: str, body: Mapping[str, Any] | None = None
+        self,
+        url: str,
+        kind: str,
+        tenant: Tenant,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        most: int = MAX_RESPONSE_BYTES,
     ) -> tuple[int, bytes]:
-        """Status and body of the router's own call for a tenant. Raises what aiohttp raises, and ReplicaFailed."""
+        """Status and body of the router's own call for a tenant. Raises what aiohttp raises, and ReplicaFailed for an answer of
+        more than `most` bytes."""
         headers = {**self._router.auth.headers_of(tenant, kind), "content-type": "application/json"}
         limit = aiohttp.ClientTimeout(total=_SECONDS)
         data = None if body is None else msgspec.json.encode(body)
         async with self._router.session.request(
             method, url + path, data=data, headers=headers, allow_redirects=False, timeout=limit
         ) as response:
-            return response.status, await read_whole(response)
+            return response.status, await read_whole(response, most)
 
 
 def with_messages(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:

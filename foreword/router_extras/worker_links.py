@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final
+
+
+class Answers(list[Any]):
+    """The answers to a question. `silent`: workers that gave none: they are late, not connected, or their handler raised."""
+
+    def __init__(self, given: Iterable[Any] = (), silent: Iterable[int] = ()) -> None:
+        super().__init__(given)
+        self.silent = sorted(silent)
 
 
 class Workers:
@@ -15,9 +23,9 @@ class Workers:
     def tell(self, kind: str, content: Any) -> None:
         """Tell the others, without waiting."""
 
-    async def repeat(self, kind: str, content: Any) -> Sequence[Any]:
+    async def repeat(self, kind: str, content: Any) -> Answers:
         """Tell the others, and wait until they have handled it: what their handlers return, or what that gives when awaited."""
-        return ()
+        return Answers()
 
     async def settle(self) -> None:
         """Wait until what the others have told until now has arrived."""

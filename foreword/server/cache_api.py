@@ -29,8 +29,12 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
         found = context.admission.engine().retentions(call.tenant.salt)
         return {"object": "list", "data": [dataclasses.asdict(one) for one in found]}
 
-    async def answer(call: Call, verb: str) -> dict[str, Any]:
-        return await (_release(context, call) if verb == "release" else _answer(context, call, verb))
+    def handler(verb: str, text: str) -> Handler:
+        async def answer(call: Call) -> dict[str, Any]:
+            return await (_release(context, call) if verb == "release" else _answer(context, call, verb))
+
+        answer.__name__, answer.__doc__ = verb, text
+        return answer
 
     async def session(call: Call) -> dict[str, Any]:
         """Open a session, fork it, compact it, or end it, which frees what only it has used in every tier."""
@@ -50,7 +54,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
 
     session_control.add_routes(routes, session, open_sessions)
     cache_control.add_routes(
-        routes, lambda verb: partial(cache_control.parse, releases=verb == "release"), answer, retained
+        routes, lambda verb: partial(cache_control.parse, releases=verb == "release"), handler, retained
     )
 
 

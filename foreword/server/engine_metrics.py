@@ -5,13 +5,15 @@ Names are vLLM's where vLLM has the same quantity, so its dashboards and alerts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from foreword.engine.audit_counts import AuditCounts
 from foreword.events import (
     BlocksRemoved,
     BlocksStored,
@@ -25,20 +27,20 @@ from foreword.events import (
     StepFinished,
     TransferEnded,
 )
-from foreword.observability.front_registry import FrontRegistry, counter, gauge
+from foreword.observability.front_registry import FrontRegistry, Samples, counter, gauge
+from foreword.offload.counters import LookupCounts, OffloadStatus
 from foreword.store.series import Series, series_of
 from foreword.store.tier_counters import TierCounters, TierState
 from foreword.usage import MissExplained
 
 if TYPE_CHECKING:
-    from foreword.engine.hit_audit import HitAudit
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.entrypoints.build_engine import ModelInfo
-    from foreword.offload.manager import OffloadManager
     from foreword.store.base import StoreStatus
     from foreword.store.tier import StoreTier
-    from foreword.transfer.frame_server import ServedStatus
     from foreword.transfer.transfer_endpoint import EndpointStatus
+
+    _Tier = tuple[StoreTier, StoreStatus]
 
 # vLLM's buckets, so that quantiles compare; those of tokens begin earlier, for small models.
 _LONG = (2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -70,7 +72,17 @@ class PrometheusObserver(FrontRegistry, Collector):
     def watch(self, engine: AsyncEngine) -> None:
         """Count for `engine` from now on."""
         self._engine = engine
-        self._series = _EventSeries(self._registry, engine.info)
+        self._series = _EventSeries(self._registry, engine.info.name, engine.info.max_model_len)
+
+    @classmethod
+    def declared(cls) -> tuple[Self, list[Metric]]:
+        """An observer that has counted nothing, and the families of what is read at a scrape, without samples.
+
+        docs/reference/metrics.md is written from them.
+        """
+        observer = cls()
+        observer._series = _EventSeries(observer._registry, "", 100)
+        return observer, [one.family(()) for part in _PARTS for one in part.metrics]
 
     def notify(self, event: Event) -> None:
         """Count an event. Called on the engine's thread."""
@@ -87,170 +99,204 @@ class PrometheusObserver(FrontRegistry, Collector):
         engine = self._engine
         if engine is None:
             return
-        model = engine.info.name
-        yield from _engine_gauges(engine)
-        yield _info("foreword:model_info", "The model that is served.", engine.info, _MODEL_LABELS)
-        yield _info("vllm:cache_config_info", "The pool of KV blocks.", engine.info, _CACHE_LABELS)
-        if engine.offload is not None:
-            yield from _offload_metrics(model, engine.offload)
-            yield from _tier_metrics(model, engine.offload.store.tiers)
-        if engine.audit is not None:
-            yield from _audit_metrics(model, engine.audit)
-        yield gauge(
-            "foreword:quarantined_chains",
-            "Chains that are not reused, because an audit found their KV to be wrong.",
-            ("model_name",),
-            [((model,), len(engine.quarantine.chains))],
-        )
-        if engine.instance is not None:
-            yield from _endpoint_metrics(model, engine.instance.endpoint.status())
-        if engine.served is not None:
-            yield from _served_metrics(model, engine.served.status())
+        for part in _PARTS:
+            if (state := part.of(engine)) is not None:
+                for one in part.metrics:
+                    yield one.family([((engine.info.name, *labels), amount) for labels, amount in one.samples(state)])
 
 
-_MODEL_LABELS: dict[str, Callable[[ModelInfo], object]] = {
-    "model_name": lambda info: info.name,
-    "fingerprint": lambda info: info.fingerprint,
-    "dtype": lambda info: info.dtype,
-    "device": lambda info: info.device,
-    "max_model_len": lambda info: info.max_model_len,
-}
-_CACHE_LABELS: dict[str, Callable[[ModelInfo], object]] = {
-    "model_name": lambda info: info.name,
-    "block_size": lambda info: info.block_size,
-    "num_gpu_blocks": lambda info: info.num_blocks,
-}
+@dataclass(frozen=True, slots=True)
+class _Scraped:
+    """A metric that is read at a scrape: declared here, with how its samples follow from what is looked at.
+
+    Attributes:
+        labels: after `model_name`; `samples` gives their values, and the amounts.
+    """
+
+    name: str
+    text: str
+    samples: Callable[[Any], Samples]
+    labels: tuple[str, ...] = ()
+    kind: Literal["counter", "gauge"] = "gauge"
+
+    def family(self, samples: Samples) -> Metric:
+        made = counter if self.kind == "counter" else gauge
+        return made(self.name, self.text, ("model_name", *self.labels), samples)
 
 
-def _info(name: str, text: str, info: ModelInfo, labels: dict[str, Callable[[ModelInfo], object]]) -> Metric:
+def _one(name: str, text: str, value: Callable[[Any], float], kind: Literal["counter", "gauge"] = "gauge") -> _Scraped:
+    """A metric of one number."""
+    return _Scraped(name, text, lambda of: [((), value(of))], kind=kind)
+
+
+def _by(
+    label: str,
+    name: str,
+    text: str,
+    amounts: Callable[[Any], Mapping[str, float]],
+    kind: Literal["counter", "gauge"] = "gauge",
+) -> _Scraped:
+    """A metric of one number for each value of a label."""
+    return _Scraped(name, text, lambda of: [((value,), one) for value, one in amounts(of).items()], (label,), kind)
+
+
+def _info(name: str, text: str, **labels: Callable[[ModelInfo], object]) -> _Scraped:
     """A gauge of value 1 whose labels carry the information."""
-    return gauge(name, text, tuple(labels), [(tuple(str(label(info)) for label in labels.values()), 1)])
+    return _Scraped(name, text, lambda info: [(tuple(str(one(info)) for one in labels.values()), 1)], tuple(labels))
 
 
-def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
-    info, status, prefixes = engine.info, engine.status(), engine.prefixes
-    retained, pinned = (n * info.kv_bytes_per_block for n in (status.retained_blocks, status.pinned_blocks))
-    for name, text, value in (
-        ("vllm:num_requests_running", "Sequences in the running batch.", status.running),
-        ("vllm:num_requests_waiting", "Sequences that wait for admission.", status.waiting),
-        ("vllm:kv_cache_usage_perc", "Share of the blocks that requests use; 1 is all of them.", status.kv_usage),
-        ("foreword:blocks", "Blocks in the pool.", info.num_blocks),
-        ("foreword:blocks_free", "Blocks that no request uses, cached blocks included.", status.free_blocks),
-        ("foreword:blocks_cached", "Blocks that a prefix lookup can find.", status.cached_blocks),
-        ("foreword:blocks_pinned", "Blocks that named prefixes pin.", status.pinned_blocks),
-        ("foreword:prefix_pinned_bytes", "Bytes of KV that named prefixes pin.", pinned),
-        ("foreword:prefix_retained_bytes", "Bytes of KV on the device that cache control keeps.", retained),
-        (
-            "foreword:prefix_budget_bytes",
-            "Limit of all KV that is kept.",
-            prefixes.budget_bytes or 0,
-        ),
-    ):
-        yield gauge(name, text, ("model_name",), [((info.name,), value)])
+def _counted(counters: type, read: Callable[[Any], Any] = lambda of: of) -> list[_Scraped]:
+    """The metrics of a class of counters, which `read` finds in what is looked at."""
+
+    def metric(one: Series) -> _Scraped:
+        def samples(of: Any) -> Samples:
+            return one.amounts(read(of), engine=False).items()
+
+        return _Scraped(f"foreword:{one.server}", one.text, samples, one.labels(engine=False), one.kind)
+
+    return [metric(one) for one in series_of(counters)]
 
 
-def _counted(series: Series, labels: tuple[str, ...], counters: Iterable[tuple[tuple[str, ...], object]]) -> Metric:
-    """The metric of a series, from the values of `labels` and the counters of each that has it."""
-    samples = [
-        ((*values, *more), amount)
-        for values, one in counters
-        for more, amount in series.amounts(one, engine=False).items()
-    ]
-    family = counter if series.kind == "counter" else gauge
-    return family(f"foreword:{series.server}", series.text, (*labels, *series.labels(engine=False)), samples)
+def _of_tiers(one: _Scraped) -> _Scraped:
+    """A metric of a tier and its status, for all tiers: with the label `tier`."""
+
+    def samples(tiers: Iterable[_Tier]) -> Samples:
+        return [((of[0].label, *labels), amount) for of in tiers for labels, amount in one.samples(of)]
+
+    return replace(one, labels=("tier", *one.labels), samples=samples)
 
 
-def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
-    """Metrics of transfers between the engine and its stores."""
-    status = offload.status()
-    for counters in (status, status.lookups):
-        for series in series_of(type(counters)):
-            yield _counted(series, ("model_name",), [((model,), counters)])
+def _states(of: _Tier) -> Samples:
+    return [((one.value,), float(of[0].state is one)) for one in TierState]
 
 
-_TIER_GAUGES: tuple[tuple[str, str, Callable[[StoreTier, StoreStatus], float]], ...] = (
-    ("tier_bytes", "Bytes of the blocks in a tier.", lambda tier, status: status.bytes),
-    ("tier_budget_bytes", "Size limit of a tier; 0 if it sets none.", lambda tier, status: status.budget),
-    ("tier_blocks", "Blocks in a tier; -1 if it does not count them.", lambda tier, status: status.blocks),
-    ("tier_pinned_bytes", "Bytes of blocks that named prefixes pin.", lambda tier, status: status.pinned_bytes),
-    ("tier_suspended", "1 while a tier is not read because of an audit.", lambda tier, status: float(tier.suspended)),
-    ("tier_open", "1 while a tier's circuit breaker is open.", lambda tier, status: float(tier.breaker.is_open)),
+def _link_bytes(status: EndpointStatus) -> Samples:
+    for link, traffic in status.traffic.items():
+        yield (link, "sent"), traffic.bytes_sent
+        yield (link, "received"), traffic.bytes_received
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Metrics of a part of an engine. `of`: the part as it is now; None if the engine has none."""
+
+    of: Callable[[AsyncEngine], Any]
+    metrics: Sequence[_Scraped]
+
+
+_STATUS: Final = (
+    _one("vllm:num_requests_running", "Sequences in the running batch.", lambda one: one.running),
+    _one("vllm:num_requests_waiting", "Sequences that wait for admission.", lambda one: one.waiting),
+    _one(
+        "vllm:kv_cache_usage_perc", "Share of the blocks that requests use; 1 is all of them.", lambda one: one.kv_usage
+    ),
+    _one("foreword:blocks_free", "Blocks that no request uses, cached blocks included.", lambda one: one.free_blocks),
+    _one("foreword:blocks_cached", "Blocks that a prefix lookup can find.", lambda one: one.cached_blocks),
+    _one("foreword:blocks_pinned", "Blocks that named prefixes pin.", lambda one: one.pinned_blocks),
+)
+_ENGINE: Final = (
+    _one("foreword:blocks", "Blocks in the pool.", lambda one: one.info.num_blocks),
+    _one(
+        "foreword:prefix_pinned_bytes",
+        "Bytes of KV that named prefixes pin.",
+        lambda one: one.status().pinned_blocks * one.info.kv_bytes_per_block,
+    ),
+    _one(
+        "foreword:prefix_retained_bytes",
+        "Bytes of KV on the device that cache control keeps.",
+        lambda one: one.status().retained_blocks * one.info.kv_bytes_per_block,
+    ),
+    _one("foreword:prefix_budget_bytes", "Limit of all KV that is kept.", lambda one: one.prefixes.budget_bytes or 0),
+    _one(
+        "foreword:quarantined_chains",
+        "Chains that are not reused, because an audit found their KV to be wrong.",
+        lambda one: len(one.quarantine.chains),
+    ),
+)
+_INFO: Final = (
+    _info(
+        "foreword:model_info",
+        "1; the labels describe the model that is served.",
+        fingerprint=lambda info: info.fingerprint,
+        dtype=lambda info: info.dtype,
+        device=lambda info: info.device,
+        max_model_len=lambda info: info.max_model_len,
+    ),
+    _info(
+        "vllm:cache_config_info",
+        "1; the labels describe the pool of KV blocks.",
+        block_size=lambda info: info.block_size,
+        num_gpu_blocks=lambda info: info.num_blocks,
+    ),
+)
+_TIERS: Final = (
+    _Scraped("foreword:tier_state", "1 for the state that a tier has, 0 for the others.", _states, ("state",)),
+    _one("foreword:tier_evictions", "Blocks that a tier evicted.", lambda of: of[1].evictions, "counter"),
+    _one("foreword:tier_bytes", "Bytes of the blocks in a tier.", lambda of: of[1].bytes),
+    _one("foreword:tier_budget_bytes", "Size limit of a tier; 0 if it sets none.", lambda of: of[1].budget),
+    _one("foreword:tier_blocks", "Blocks in a tier; -1 if it does not count them.", lambda of: of[1].blocks),
+    _one("foreword:tier_pinned_bytes", "Bytes of blocks that named prefixes pin.", lambda of: of[1].pinned_bytes),
+    _one(
+        "foreword:tier_suspended",
+        "1 while a tier is not read: an audit found a wrong block that came from it.",
+        lambda of: float(of[0].suspended),
+    ),
+    _one("foreword:tier_open", "1 while a tier's circuit breaker is open.", lambda of: float(of[0].breaker.is_open)),
+)
+_ENDPOINT: Final = (
+    _by("link", "foreword:transfer_connections", "Connections to other instances.", lambda one: one.connections),
+    _by("state", "foreword:transfer_under_way", "Transfers in flight, by role and state.", lambda one: one.transfers),
+    _one("foreword:transfer_queued_bytes", "Bytes of KV in the send queue.", lambda one: one.queued_bytes),
+    _Scraped(
+        "foreword:transfer_link_bytes",
+        "Bytes of KV over a kind of link, sent and received.",
+        _link_bytes,
+        ("link", "direction"),
+        "counter",
+    ),
+    _by(
+        "link",
+        "foreword:transfer_link_seconds",
+        "Seconds spent sending KV.",
+        lambda one: {link: traffic.seconds for link, traffic in one.traffic.items()},
+        "counter",
+    ),
+)
+_SERVED: Final = (
+    _by(
+        "source",
+        "foreword:served_blocks",
+        "Blocks that other instances read (peer://), by the tier that had them.",
+        lambda one: {"device": one.device, "memory": one.memory},
+        "counter",
+    ),
+    _one(
+        "foreword:served_missing_blocks",
+        "Blocks that other instances requested and that were not here.",
+        lambda one: one.missing,
+        "counter",
+    ),
 )
 
 
-def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
-    """Metrics of each tier."""
-    each = [(tier, tier.status()) for tier in tiers]
-    labels = ("model_name", "tier")
-    counters = [((model, tier.label), tier.counters) for tier, _ in each]
-    for series in series_of(TierCounters):
-        yield _counted(series, labels, counters)
-    states = [((model, tier.label, one.value), float(tier.state is one)) for tier, _ in each for one in TierState]
-    text = "1 for the state that a tier has, 0 for the others."
-    yield gauge("foreword:tier_state", text, (*labels, "state"), states)
-    evictions = [((model, tier.label), status.evictions) for tier, status in each]
-    yield counter("foreword:tier_evictions", "Blocks that a tier evicted.", labels, evictions)
-    for name, text, value in _TIER_GAUGES:
-        samples = [((model, tier.label), value(tier, status)) for tier, status in each]
-        yield gauge(f"foreword:{name}", text, labels, samples)
-
-
-def _audit_metrics(model: str, audit: HitAudit) -> Iterator[Metric]:
-    """Metrics of the live audit. Its coverage is audited hits by hits."""
-    counts = audit.counts
-    for name, text, by_source in (
-        ("hits", "Sequences with cached blocks, by where these came from.", counts.hits),
-        ("audited_hits", "Hits whose KV was recomputed and compared.", counts.audited),
-        ("different_hits", "Audited hits whose KV was wrong.", counts.different),
-    ):
-        samples = [((model, source), amount) for source, amount in dict(by_source).items()]
-        yield counter(f"foreword:audit_{name}", text, ("model_name", "source"), samples)
-    for name, text, amount in (
-        ("skipped_hits", "Hits chosen for an audit that were evicted or never had their turn.", counts.skipped),
-        ("blocks", "Blocks compared.", counts.blocks),
-        ("exact_blocks", "Compared blocks that were equal bit for bit.", counts.exact),
-        ("seconds", "Seconds spent in audits.", counts.seconds),
-    ):
-        yield counter(f"foreword:audit_{name}", text, ("model_name",), [((model,), amount)])
-    text = "The largest distance of a compared block that was right; the tolerance is its limit."
-    yield gauge("foreword:audit_largest_distance", text, ("model_name",), [((model,), counts.largest)])
-
-
-def _endpoint_metrics(model: str, status: EndpointStatus) -> Iterator[Metric]:
-    """Connections and transfers now, and what was sent over each kind of link."""
-    for name, text, label, amounts in (
-        ("connections", "Connections to other instances.", "link", status.connections),
-        ("under_way", "Transfers in flight, by role and state.", "state", status.transfers),
-    ):
-        samples = [((model, value), amount) for value, amount in amounts.items()]
-        yield gauge(f"foreword:transfer_{name}", text, ("model_name", label), samples)
-    queued = [((model,), status.queued_bytes)]
-    yield gauge("foreword:transfer_queued_bytes", "Bytes of KV in the send queue.", ("model_name",), queued)
-    sizes = [
-        ((model, link, direction), amount)
-        for link, traffic in status.traffic.items()
-        for direction, amount in (("sent", traffic.bytes_sent), ("received", traffic.bytes_received))
-    ]
-    labels = ("model_name", "link", "direction")
-    yield counter("foreword:transfer_link_bytes", "Bytes of KV over a kind of link.", labels, sizes)
-    seconds = [((model, link), traffic.seconds) for link, traffic in status.traffic.items()]
-    yield counter("foreword:transfer_link_seconds", "Seconds spent sending KV.", ("model_name", "link"), seconds)
-
-
-def _served_metrics(model: str, status: ServedStatus) -> Iterator[Metric]:
-    """Metrics of blocks that other instances read of this one (`peer://` in their stores)."""
-    served = [((model, "device"), status.device), ((model, "memory"), status.memory)]
-    text = "Blocks read by other instances, by the tier that had them."
-    yield counter("foreword:served_blocks", text, ("model_name", "source"), served)
-    missing = [((model,), status.missing)]
-    text = "Blocks that other instances requested and that were not here."
-    yield counter("foreword:served_missing_blocks", text, ("model_name",), missing)
+_OFFLOAD: Final = (*_counted(OffloadStatus), *_counted(LookupCounts, lambda status: status.lookups))
+_ALL_TIERS: Final = tuple(map(_of_tiers, (*_counted(TierCounters, lambda of: of[0].counters), *_TIERS)))
+_PARTS: Final = (
+    _Part(lambda engine: engine.status(), _STATUS),
+    _Part(lambda engine: engine, _ENGINE),
+    _Part(lambda engine: engine.info, _INFO),
+    _Part(lambda engine: engine.offload and engine.offload.status(), _OFFLOAD),
+    _Part(lambda engine: engine.offload and [(one, one.status()) for one in engine.offload.store.tiers], _ALL_TIERS),
+    _Part(lambda engine: engine.audit and engine.audit.counts, _counted(AuditCounts)),
+    _Part(lambda engine: engine.instance and engine.instance.endpoint.status(), _ENDPOINT),
+    _Part(lambda engine: engine.served and engine.served.status(), _SERVED),
+)
 
 
 class _EventSeries:
     """Counters and histograms of one model, and which event moves which."""
 
-    def __init__(self, registry: CollectorRegistry, info: ModelInfo) -> None:
+    def __init__(self, registry: CollectorRegistry, model: str, longest: int) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, ("model_name", *labels), registry=registry)
 
@@ -258,53 +304,70 @@ class _EventSeries:
             return Histogram(name, text, ("model_name", *labels), registry=registry, buckets=buckets)
 
         def one(name: str, text: str) -> Counter:
-            return counter(name, text).labels(info.name)
+            return counter(name, text).labels(model)
 
         def times(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return histogram(name, text, buckets).labels(info.name)
+            return histogram(name, text, buckets).labels(model)
 
-        self.model = info.name
-        request_tokens = _one_two_five(info.max_model_len)
-        self.queries = one("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
-        self.hits = one("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.")
+        self.model = model
+        request_tokens = _one_two_five(longest)
+        self.queries = one("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self.hits = one("vllm:prefix_cache_hits", "Prompt tokens found, on the device or in a store.")
         self.cached = one("vllm:prompt_tokens_cached", "Prompt tokens whose KV was cached.")
         self.by_source = counter(
-            "vllm:prompt_tokens_cached_by_source", "Cached prompt tokens, by the tier that had them.", "source"
+            "vllm:prompt_tokens_cached_by_source",
+            "Cached prompt tokens, by source: device, or the label of a tier.",
+            "source",
         )
-        self.from_device = self.by_source.labels(info.name, "device")
+        self.from_device = self.by_source.labels(model, "device")
         self.prompt = one("vllm:prompt_tokens", "Prompt tokens of finished sequences, cached tokens included.")
         self.generated = one("vllm:generation_tokens", "Generated tokens.")
         self.preemptions = one("vllm:num_preemptions", "Preemptions: running sequences that lost their blocks.")
-        finished = counter("vllm:request_success", "Finished sequences, by reason.", "finished_reason")
-        self.finished = {reason: finished.labels(info.name, reason) for reason in _FINISH_REASONS}
+        finished = counter(
+            "vllm:request_success",
+            "Finished sequences, by reason; moved: migrated to another server.",
+            "finished_reason",
+        )
+        self.finished = {reason: finished.labels(model, reason) for reason in _FINISH_REASONS}
         self.broken = counter(
             "foreword:request_exceptions", "Requests that ended because something raised in the engine.", "error"
         )
         self.stored = one("foreword:blocks_stored", "Blocks published to prefix lookups, further copies included.")
         self.removed = one("foreword:blocks_removed", "Keys that no block holds any more: evicted or withdrawn.")
-        self.first = times("vllm:time_to_first_token_seconds", "Time to first token (TTFT).", _FIRST_TOKEN)
+        self.first = times(
+            "vllm:time_to_first_token_seconds", "Time from arrival to the first token (TTFT).", _FIRST_TOKEN
+        )
         self.first_by_cached = histogram(
             "foreword:time_to_first_token_by_cached_seconds",
-            "Time to first token, by the cached share of the prompt: none, some, or most (half and more).",
+            "TTFT, by the cached share of the prompt: none, some, or most (half and more).",
             _FIRST_TOKEN,
             "cached",
         )
         # By request, between admission and first token.
         self.cached_share: dict[str, str] = {}
         for share in ("none", "some", "most"):
-            self.first_by_cached.labels(info.name, share)
+            self.first_by_cached.labels(model, share)
         self.queued = times("vllm:request_queue_time_seconds", "Time from arrival to admission.", _REQUEST)
-        self.next = times("vllm:inter_token_latency_seconds", "Inter-token latency (ITL).", _NEXT_TOKEN)
+        self.next = times(
+            "vllm:inter_token_latency_seconds", "Time between two tokens of a sequence (ITL).", _NEXT_TOKEN
+        )
         self.whole = times("vllm:e2e_request_latency_seconds", "Time from arrival to the last token.", _REQUEST)
         self.prompt_sizes = times("vllm:request_prompt_tokens", "Prompt tokens per sequence.", request_tokens)
         self.output_sizes = times("vllm:request_generation_tokens", "Generated tokens per sequence.", request_tokens)
         self.step_tokens = times("vllm:iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS)
         self.step = times("foreword:step_seconds", "Duration of a step.", _STEP_SECONDS)
-        self.pairs = one("foreword:prefill_pairs", "Pairs of computed prompt tokens and tokens before them.")
+        self.pairs = one(
+            "foreword:prefill_pairs", "Pairs of computed prompt tokens and tokens before them: the work of attention."
+        )
         self.context = one("foreword:decode_context", "Tokens before the decoded ones, of all steps together.")
 
         transfer = ("kind", "side")
-        self.transfers = counter("foreword:transfer_transfers", "Finished transfers.", *transfer, "outcome")
+        self.transfers = counter(
+            "foreword:transfer_transfers",
+            "Finished transfers: taken, or the reason of the failure.",
+            *transfer,
+            "outcome",
+        )
         self.transfer_bytes = counter("foreword:transfer_bytes", "Bytes of KV transferred.", *transfer)
         self.transfer_parts = counter("foreword:transfer_parts", "Messages that carried them.", *transfer)
         self.transfer_hidden = counter(

@@ -22,13 +22,16 @@ from typing import Final, Protocol, cast
 
 from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError, did_you_mean
-from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, time_left
+from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, time_left
 from foreword.store.frame import FOREIGN_REASONS, HEADER_BYTES, RAW, Frame, check, read_header, seal
 from foreword.store.types import Codecs
 from foreword.store.wrappers import FormChanger
 
 _MODULES: Final = {"lossless": "lossless", "int8": "lossy", "int4": "lossy"}
 NAMES: Final = ("raw", *_MODULES)
+# Frames, and bytes of those that were encoded. `codec_bad`: those that could not be decoded.
+_ENCODED: Final = ("codec_encoded", "codec_encoded_bytes_in", "codec_encoded_bytes_out", "codec_not_smaller")
+_NOTES: Final = (*_ENCODED, "codec_decoded", "codec_bad")
 
 
 class Codec(Protocol):
@@ -142,20 +145,11 @@ class CodedStore(FormChanger):
                     param="codec",
                 )
             check_tokens(layout, codec.name)
-        super().__init__(store)
+        super().__init__(store, _NOTES)
         self.readers = max(store.readers, 2)  # decoding keeps a core busy
         self._codec = codec
         self._layouts = {layout.fingerprint: layout for layout in layouts}
         self._scratch = _Scratch(max(layout.block_bytes for layout in layouts))
-        self._lock = threading.Lock()
-        self._notes = {
-            "encoded": 0,
-            "encoded_bytes_in": 0,
-            "encoded_bytes_out": 0,
-            "not_smaller": 0,
-            "decoded": 0,
-            "bad": 0,
-        }
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         """As `Store.get`. The content of a buffer is undefined where no length is returned."""
@@ -168,13 +162,6 @@ class CodedStore(FormChanger):
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         return self.put_changed([self._encoded(frame, deadline) for frame in frames], deadline=deadline)
 
-    def status(self) -> StoreStatus:
-        """The inner store's status, with notes `codec_*`. `codec_bad` counts frames that could not be decoded."""
-        status = self.inner.status()
-        with self._lock:
-            notes = {f"codec_{key}": count for key, count in self._notes.items()}
-        return replace(status, notes={**status.notes, **notes})
-
     def _encoded(self, frame: Frame, deadline: float) -> Frame:
         header = frame.header
         layout = self._layouts.get(header.layout)
@@ -185,11 +172,11 @@ class CodedStore(FormChanger):
         time_left(deadline)
         data = self._codec.encode(frame.payload, layout)
         if len(data) >= header.length:
-            self._count(not_smaller=1)
+            self.count(codec_not_smaller=1)
             return frame
         buffer = memoryview(bytearray(len(data) + HEADER_BYTES))
         buffer[: len(data)] = data
-        self._count(encoded=1, encoded_bytes_in=header.length, encoded_bytes_out=len(data))
+        self.count(codec_encoded=1, codec_encoded_bytes_in=header.length, codec_encoded_bytes_out=len(data))
         return seal(replace(header, codec=self._codec.number, length=len(data)), buffer)
 
     def _decoded(self, name: Name, buffer: memoryview, length: int, deadline: float) -> int:
@@ -204,11 +191,11 @@ class CodedStore(FormChanger):
                 return FAILED
             raw_length = self._decode(name, buffer, length)
         except BadFrame as error:
-            self._count(bad=1)
+            self.count(codec_bad=1)
             if error.reason == "codec":
                 self.note_replaceable(name)
             return FOREIGN if error.reason in {*FOREIGN_REASONS, "codec", "layout"} else BAD
-        self._count(decoded=1)
+        self.count(codec_decoded=1)
         return raw_length
 
     def _decode(self, name: Name, buffer: memoryview, length: int) -> int:
@@ -226,11 +213,6 @@ class CodedStore(FormChanger):
         self._codec.decode(encoded, buffer[:size], layout)
         seal(replace(header, codec=RAW, length=size), buffer)
         return HEADER_BYTES + size
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            for key, count in more.items():
-                self._notes[key] += count
 
 
 class _Named(Codecs):

@@ -4,7 +4,6 @@ found, loaded and saved in the order of their chain."""
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -75,7 +74,6 @@ class EngineStore:
         self.saved_blocks = 0
         # The roots of chains, by their first keys: of the newest, so that nothing that was computed before an erasure is saved.
         self._roots: Newest[bytes, bytes] = Newest(_ROOTS)
-        self._lock = threading.Lock()
         self.lookups: Counter[LookupOutcome] = Counter()
 
     @property
@@ -89,8 +87,7 @@ class EngineStore:
         root = self.root
         found = chain_keys(root, tokens, self.layout.block_size)
         if found and self._keys is not None:
-            with self._lock:
-                self._roots[found[0]] = root
+            self._roots[found[0]] = root
         return found
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -122,9 +119,8 @@ class EngineStore:
         if time.monotonic() >= deadline:
             return False
         root = self.root
-        with self._lock:
-            if keys and self._roots.get(keys[0], root) != root:
-                return False
+        if keys and self._roots.get(keys[0], root) != root:
+            return False
         parents = (keys[number - 1] if number else root for number in range(low, low + len(rows)))
         frames = [
             self.seal(root, keys[number], parent, number, row)

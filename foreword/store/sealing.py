@@ -17,9 +17,7 @@ from __future__ import annotations
 import hmac
 import os
 import struct
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -28,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 from foreword.blocks.layout import PREFIX_BYTES, tenant_of
 from foreword.blocks.salt import TENANT_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly, StoreWithoutKeys
-from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, record_tenant, time_left
+from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, record_tenant, time_left
 from foreword.store.data_keys import SHARED, DataKey, DataKeys, check_apart, check_exists, data_keys_of
 from foreword.store.frame import (
     ENCRYPTED,
@@ -60,6 +58,13 @@ _ROOTS: Final = 4096
 _CHECKSUM_BYTES: Final = 16
 _CLEAR: Final = HEADER_BYTES - _CHECKSUM_BYTES - TAG_BYTES  # bytes of the header before its checksum
 _PARTS: Final = 64
+# Frames and records that were refused.
+_NOTES: Final = (
+    "unauthenticated",
+    "unauthenticated_records",
+    "unknown_key",
+    "without_key",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +141,8 @@ class SealedStore(FormChanger):
     authenticates = True
 
     def __init__(self, inner: Store, keys: KeyRing) -> None:
-        super().__init__(inner)
+        super().__init__(inner, _NOTES)
         self._keys = keys
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
 
     # Frames
 
@@ -151,7 +154,7 @@ class SealedStore(FormChanger):
         sealed = [_encrypted(frame, key) for frame, key in found if key is not None]
         if not sealed:
             time_left(deadline)
-        self._count("without_key", len(found) - len(sealed))
+        self.count(without_key=len(found) - len(sealed))
         if not (sealed or data.answers):
             raise StoreWithoutKeys("the key store does not answer")
         return self.put_changed(sealed, deadline=deadline) if sealed else 0
@@ -194,17 +197,17 @@ class SealedStore(FormChanger):
         if sound is None and time.monotonic() >= deadline:
             return FAILED
         if sound is None:
-            self._count("unknown_key")
+            self.count(unknown_key=1)
             return FOREIGN
         if not sound:
-            self._count("unauthenticated")
+            self.count(unauthenticated=1)
             set_key(data, UNAUTHENTICATED, bytes(NONCE_BYTES))
         return length
 
     def _plain(self, name: Name, data: memoryview) -> int:
         """The result of `get` for a frame that is not sealed. Its checksum is compared here, as the caller will not."""
         if not self._keys.read_plain:
-            self._count("unauthenticated")
+            self.count(unauthenticated=1)
             self.note_replaceable(name)
             return FOREIGN
         try:
@@ -264,7 +267,7 @@ class SealedStore(FormChanger):
         except self._keys.invalid_tag:
             data = None
         if data is None:
-            self._count("unauthenticated_records")
+            self.count(unauthenticated_records=1)
         return data
 
     def _opened_record(self, key: str, found: bytes, deadline: float) -> bytes | None:
@@ -288,18 +291,6 @@ class SealedStore(FormChanger):
         tag, data = rest[:TAG_BYTES], rest[TAG_BYTES:]
         cipher.decrypt(nonce, tag, _signed_record(head, key, data))
         return data
-
-    def status(self) -> StoreStatus:
-        """The inner store's status, with notes of what was refused."""
-        status = self.inner.status()
-        with self._lock:
-            kinds = ("unauthenticated", "unauthenticated_records", "unknown_key", "without_key")
-            notes = {key: self._counts[key] for key in kinds}
-        return replace(status, notes={**status.notes, **notes})
-
-    def _count(self, key: str, count: int = 1) -> None:
-        with self._lock:
-            self._counts[key] += count
 
 
 def _encrypted(frame: Frame, key: DataKey) -> Frame:

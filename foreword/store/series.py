@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
-UNITS: Final = ("blocks", "bytes", "calls", "loads", "lookups", "seconds", "tokens")
+UNITS: Final = ("blocks", "bytes", "calls", "distance", "hits", "loads", "lookups", "seconds", "tokens")
 
 
 @dataclass(frozen=True, slots=True)

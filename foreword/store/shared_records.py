@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -133,8 +132,7 @@ class SharedRecords(Generic[Shared]):
         self._seconds = seconds
         self._written: dict[str, float] = {}
         self._bad: set[str] = set()
-        self._lock = threading.Lock()
-        # When a record was first seen here with this content. Under the lock.
+        # When a record was first seen here with this content.
         self._seen: Newest[str, tuple[bytes, float]] = Newest(kind.most)
 
     def put(self, key: str, value: Shared) -> None:
@@ -164,10 +162,9 @@ class SharedRecords(Generic[Shared]):
         if clock == clock_id():
             return min(lasts, ends_at - now)
         content = xxhash.xxh3_128_digest(self.kind.encode(value))
-        with self._lock:
-            known = self._seen.get(key)
-            if known is None or known[0] != content:
-                self._seen[key] = known = content, now
+        known = self._seen.get(key)
+        if known is None or known[0] != content:
+            self._seen[key] = known = content, now
         return known[1] + lasts - now
 
     def scan(

@@ -109,7 +109,6 @@ class StoreTier:
         self.filling = Filling()
         self.faster: Sequence[StoreTier] = ()
         self._threads = TierThreads(store.label)
-        self._lock = threading.Lock()
         self._listener: Callable[[bool, Sequence[Name]], None] | None = None
         self._status = StoreStatus()
         self._refusal = store.refusal
@@ -122,6 +121,11 @@ class StoreTier:
         """Call `listener(stored, names)` whenever blocks are stored in or removed from this tier by this process."""
         self._listener = listener
         self.store.on_evicted = lambda name: listener(False, [name])
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Guards what the tier counts and decides. Nothing waits under it."""
+        return self._threads.lock
 
     @property
     def state(self) -> TierState:
@@ -173,15 +177,18 @@ class StoreTier:
         """Whether a call may be made now. While a call is hung, only the tier's own probes are. While one is overdue, a call
         would probably lose its deadline too, so only those on the caller's thread are made, which has no other work."""
         hung = self._threads.hung
-        if hung and not self.breaker.is_open and self.breaker.failed(certain=True):
+        late = not (hung or inline) and self._threads.overdue
+        if self.breaker.closed and not (hung or late):
+            return True
+        with self._threads.lock:
+            opened = hung and not self.breaker.is_open and self.breaker.failed(certain=True)
+            allowed = not late and self.breaker.allows()
+            self.counters.skipped += hung or not allowed
+        if opened:
             self._log_opened("a call does not return")
-        if (hung or inline or not self._threads.overdue) and self.breaker.allows():
-            if not hung:
-                return True
+        if hung and allowed:
             self._probe()
-        with self._lock:
-            self.counters.skipped += 1
-        return False
+        return allowed and not hung
 
     def _probe(self) -> None:
         """Make one lookup that no caller waits for. If it returns, the tier is used again."""
@@ -199,7 +206,9 @@ class StoreTier:
             self._threads.start(look_up)
 
     def _failed(self, error: Exception, *, certain: bool = False) -> None:
-        if self.breaker.failed(certain=certain):
+        with self._threads.lock:
+            opened = self.breaker.failed(certain=certain)
+        if opened:
             self._log_opened(error.message if isinstance(error, StoreError) else type(error).__name__)
         self.count_error(error)
 
@@ -207,14 +216,18 @@ class StoreTier:
         log.warning("tier %s is not used for now, after repeated errors: %s", self.label, reason)
 
     def _succeeded(self) -> None:
-        if self.breaker.succeeded():
+        if self.breaker.succeeded_again():
+            return
+        with self._threads.lock:
+            closed = self.breaker.succeeded()
+        if closed:
             log.info("tier %s works again", self.label)
 
     def count_error(self, error: Exception) -> None:
         self._count_error(error.code if isinstance(error, StoreError) else type(error).__name__)
 
     def _count_error(self, kind: str, count: int = 1) -> None:
-        with self._lock:
+        with self._threads.lock:
             self.counters.errors[kind] += count
 
     # Lookup
@@ -271,7 +284,7 @@ class StoreTier:
 
     def _count_known(self, found: bool, started: float) -> LookupOutcome:
         outcome = LookupOutcome.FOUND if found else LookupOutcome.ABSENT
-        with self._lock:
+        with self._threads.lock:
             self.counters.lookups[outcome] += 1
             self.counters.lookup_seconds += time.perf_counter() - started
         return outcome
@@ -307,7 +320,7 @@ class StoreTier:
                 in_time = time.monotonic() < deadline
                 missed = LookupOutcome.ABSENT if in_time else LookupOutcome.TIMED_OUT
                 outcome = LookupOutcome.FOUND if found_any(found) else missed
-        with self._lock:
+        with self._threads.lock:
             self.counters.lookups[outcome] += 1
             self.counters.lookup_seconds += time.perf_counter() - started
         return found, outcome
@@ -353,10 +366,8 @@ class StoreTier:
     def lend(self, names: Sequence[Name], deadline: float) -> Iterator[tuple[Loan, list[Frame]]]:
         """The first of these frames, verified, in the memory of a store that lends it (`Store.lend`), up to one that is missing
         or damaged: `get` finds out what is the matter with that. They stay as they are until the context ends."""
-        loan, started = Loan(), time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(StoreError):
-                loan = stack.enter_context(self.store.lend(names, deadline=deadline))
+        started = time.perf_counter()
+        with self.borrow(names, deadline) as loan:
             frames = list[Frame]()
             for name, data in zip(names, loan.frames, strict=False):
                 outcome = _outcome(name, data, len(data), False)
@@ -380,7 +391,7 @@ class StoreTier:
 
     def count_borrowed(self, blocks: int, size: int, seconds: float) -> None:
         """Count borrowed frames that were right, with their bytes together, and the time that the read took; 0.0: not known."""
-        with self._lock:
+        with self._threads.lock:
             self.counters.hit_blocks += blocks
             self.counters.read_bytes += size
             self.counters.read_seconds += seconds
@@ -391,17 +402,23 @@ class StoreTier:
         self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float, on_late: OnLate | None
     ) -> list[Outcome]:
         """Read in parts on several threads where that is faster. A part that fails is FAILED."""
-        parts = divide([len(buffer) for buffer in buffers], self.store.readers)
-        inline = 0 if self.blocking else 1
-        running: list[TierCall[list[Outcome]] | Exception] = []
-        for part in parts[inline:]:
-            running.append(self._started(names[part], buffers[part], deadline))
-        outcomes: list[Outcome] = []
-        errors: list[Exception] = []
-        if inline:
-            outcomes += self._inline(names[parts[0]], buffers[parts[0]], deadline, errors)
-        for part, call in zip(parts[inline:], running, strict=True):
-            outcomes += self._outcomes(part, call, deadline, on_late, errors)
+        parts, errors = divide([len(buffer) for buffer in buffers], self.store.readers), list[Exception]()
+        # Where calls do not block, this thread reads one part while others read theirs.
+        calls: list[TierCall[list[Outcome]] | Exception | None] = [] if self.blocking else [None]
+        for part in parts[len(calls) :]:
+            calls.append(self._started(names[part], buffers[part], deadline))
+        outcomes = list[Outcome]()
+        for part, call in zip(parts, calls, strict=True):
+            try:
+                if isinstance(call, Exception):
+                    raise call
+                read = self._read_part(names[part], buffers[part], deadline) if call is None else call.result(deadline)
+            except Exception as error:  # noqa: BLE001 - as in `attempt`
+                errors.append(error)
+                read = [FAILED] * (part.stop - part.start)
+                if isinstance(error, StoreHung) and isinstance(call, TierCall) and on_late is not None:
+                    on_late(range(part.start, part.stop), call)
+            outcomes += read
         self._note_read(outcomes, errors)
         return outcomes
 
@@ -431,35 +448,6 @@ class StoreTier:
         except StoreError as error:
             return error
 
-    def _inline(
-        self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float, errors: list[Exception]
-    ) -> list[Outcome]:
-        try:
-            return self._read_part(names, buffers, deadline)
-        except Exception as error:  # noqa: BLE001 - as in `attempt`
-            errors.append(error)
-            return [FAILED] * len(names)
-
-    def _outcomes(
-        self,
-        part: slice,
-        call: TierCall[list[Outcome]] | Exception,
-        deadline: float,
-        on_late: OnLate | None,
-        errors: list[Exception],
-    ) -> list[Outcome]:
-        """The outcomes of a part that another thread reads."""
-        positions = range(part.start, part.stop)
-        try:
-            if isinstance(call, Exception):
-                raise call
-            return call.result(deadline)
-        except Exception as error:  # noqa: BLE001 - as in `attempt`
-            errors.append(error)
-            if isinstance(error, StoreHung) and isinstance(call, TierCall) and on_late is not None:
-                on_late(positions, call)
-            return [FAILED] * len(positions)
-
     def _read_part(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[Outcome]:
         sizes = self.store.get(names, buffers, deadline=deadline)
         authenticated = self.store.authenticates
@@ -469,7 +457,7 @@ class StoreTier:
         """Count blocks and bytes. Returns how many blocks were read."""
         found = sum(frame is not None for frame in frames)
         read = sum(len(frame.data) for frame in frames if frame is not None)
-        with self._lock:
+        with self._threads.lock:
             self.counters.hit_blocks += found
             self.counters.missed_blocks += len(frames) - found
             self.counters.read_bytes += read
@@ -499,7 +487,7 @@ class StoreTier:
         if len(self._set_aside) == _MAX_SET_ASIDE:
             self._set_aside = {name: until for name, until in self._set_aside.items() if until > now}
         if bad:
-            with self._lock:
+            with self._threads.lock:
                 self.counters.bad.update(reasons)
             if self.writable:
                 self._delete_bad(bad, deadline)
@@ -565,7 +553,7 @@ class StoreTier:
         """
         started = time.perf_counter()
         kept = self.attempt(lambda: self._put(frames, deadline), 0, None if wait else deadline)
-        with self._lock:
+        with self._threads.lock:
             self.counters.written_blocks += kept
             if kept:
                 self.counters.written_bytes += sum(len(frame.data) for frame in frames) * kept // len(frames)
@@ -601,7 +589,7 @@ class StoreTier:
         write their frames. Returns how many are; none if the store fails, which then takes the slots back."""
         kept = self.attempt(lambda: self.store.publish(reserved, chosen), 0)
         size = sum(reserved.lengths[one] for one in (range(len(reserved.lengths)) if chosen is None else chosen))
-        with self._lock:
+        with self._threads.lock:
             self.counters.written_blocks += kept
             self.counters.written_bytes += size * kept // max(len(headers), 1)
             self.counters.write_seconds += seconds
@@ -616,7 +604,7 @@ class StoreTier:
 
     def _note_refusal(self, refusal: StoreError | None) -> None:
         """Log when the store begins to refuse blocks, and when it takes them again."""
-        with self._lock:
+        with self._threads.lock:
             before, self._refusal = self._refusal, refusal
         if refusal is None:
             if before is not None:

@@ -58,7 +58,7 @@ class AdmissionRule(TierRule):
 
 
 class TierAdmission:
-    """Decides for one tier, and remembers what it decided for recent blocks. Thread-safe.
+    """Decides for one tier, and remembers what it decided for recent blocks. Not thread-safe: the tier's lock guards it.
 
     Attributes:
         refused: number of blocks by reason: `first_use`, `answer`, `short`, `rate`, `gap` (behind a refused block), `unneeded`
@@ -69,7 +69,6 @@ class TierAdmission:
         self.rule = rule
         self.refused: Counter[str] = Counter()
         self._clock = clock
-        self._lock = threading.Lock()
         # Whether a block was admitted, by the hash of its name. A wrong entry costs a block its place in this tier.
         self._recent: dict[int, bool] = {}
         self._older: dict[int, bool] = {}
@@ -82,9 +81,8 @@ class TierAdmission:
 
     def choose(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
         """Which of these blocks, in chain order, the tier takes."""
-        with self._lock:
-            refused: set[int] = set()
-            return [self._admits(header, use, refused) for header in headers]
+        refused: set[int] = set()
+        return [self._admits(header, use, refused) for header in headers]
 
     def _admits(self, header: Header, use: BlockUse, refused: set[int]) -> bool:
         key, parent = hash(header.name), hash(header.parent_name)
@@ -156,7 +154,8 @@ class RuledTier(StoreTier):
         return TierState.HOLDING if found is TierState.OK and len(self.held) else found
 
     def admits(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
-        return self.admission.choose(headers, use)
+        with self._threads.lock:
+            return self.admission.choose(headers, use)
 
     def takes_again(self, name: Name) -> bool:
         return not self.admission.has(name)

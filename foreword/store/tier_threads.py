@@ -39,49 +39,52 @@ class CircuitBreaker:
     pause has passed.
 
     After the pause one trial call is allowed at a time. If it succeeds, the circuit closes; if it fails, the next pause is
-    twice as long, up to 30 seconds. Thread-safe.
+    twice as long, up to 30 seconds. The tier's lock guards it.
     """
 
-    __slots__ = ("_clock", "_failures", "_lock", "_open_until", "_pause", "_succeeded_at")
+    __slots__ = ("_clock", "_failures", "_open_until", "_pause", "_succeeded_at")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
         self._failures = 0
         self._pause = _FIRST_PAUSE
         self._open_until = 0.0  # 0.0 while the circuit is closed
         self._succeeded_at = -math.inf
 
     def allows(self) -> bool:
-        with self._lock:
-            now = self._clock()
-            if now < self._open_until:
-                return False
-            if self._open_until:  # this is the trial call: refuse the others until it has ended
-                self._open_until = now + self._pause
-            return True
+        now = self._clock()
+        if now < self._open_until:
+            return False
+        if self._open_until:  # this is the trial call: refuse the others until it has ended
+            self._open_until = now + self._pause
+        return True
 
     def succeeded(self) -> bool:
         """Note a call that succeeded. Returns whether the circuit was open until now."""
-        with self._lock:
-            closed = self._open_until > 0.0
-            self._failures = 0
-            self._pause = _FIRST_PAUSE
-            self._open_until = 0.0
-            self._succeeded_at = self._clock()
-            return closed
+        closed = self._open_until > 0.0
+        self._failures = 0
+        self._pause = _FIRST_PAUSE
+        self._open_until = 0.0
+        self._succeeded_at = self._clock()
+        return closed
+
+    def succeeded_again(self) -> bool:
+        """Note a call that succeeded, unless one has failed since the last success. It only assigns, so it needs no lock."""
+        if self._failures or self._open_until:
+            return False
+        self._succeeded_at = self._clock()
+        return True
 
     def failed(self, *, certain: bool = False) -> bool:
         """Note a call that failed; a `certain` failure opens the circuit at once. Returns whether it has just opened."""
-        with self._lock:
-            self._failures += 1
-            works = self._failures < _FAILURES_TO_OPEN or self._clock() - self._succeeded_at < _SUCCESS_COUNTS
-            if works and not certain and not self._open_until:
-                return False
-            opened = not self._open_until
-            self._open_until = self._clock() + self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-            return opened
+        self._failures += 1
+        works = self._failures < _FAILURES_TO_OPEN or self._clock() - self._succeeded_at < _SUCCESS_COUNTS
+        if works and not certain and not self._open_until:
+            return False
+        opened = not self._open_until
+        self._open_until = self._clock() + self._pause
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return opened
 
     @property
     def is_open(self) -> bool:
@@ -167,7 +170,11 @@ class TierCall(Generic[Result]):
 
 
 class TierThreads:
-    """Up to 16 daemon threads that make the calls of one tier. Threads start when they are needed and end when idle."""
+    """Up to 16 daemon threads that make the calls of one tier. Threads start when they are needed and end when idle.
+
+    Attributes:
+        lock: the one of the tier, for what it counts and decides, too. Nothing waits under it. A forked child has a new one.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -177,7 +184,7 @@ class TierThreads:
     def _after_fork(self) -> None:
         """Start without threads: those of the parent do not exist in a forked child."""
         self._calls: queue.SimpleQueue[TierCall[object] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._running: set[TierCall[object]] = set()
         self._forgiven: set[TierCall[object]] = set()
         self._queued = 0
@@ -190,7 +197,7 @@ class TierThreads:
         if not self._running:
             return False
         since = time.monotonic() - _HUNG
-        with self._lock:
+        with self.lock:
             return any(0.0 < call.abandoned_at < since for call in self._running - self._forgiven)
 
     @property
@@ -198,18 +205,18 @@ class TierThreads:
         """Whether a call was abandoned, has not returned, and no other one has returned in time since."""
         if not self._running:
             return False
-        with self._lock:
+        with self.lock:
             return any(call.abandoned_at > self._returned_at for call in self._running - self._forgiven)
 
     def forgive(self) -> None:
         """The store works, although calls of it have not returned. They keep their threads."""
-        with self._lock:
+        with self.lock:
             self._forgiven = {call for call in self._running if call.abandoned_at}
 
     def start(self, work: Callable[[], Result]) -> TierCall[Result]:
         """Make a call on a thread of the tier. Raises StoreUnavailable if too many calls have not returned."""
-        call = TierCall(work, self._lock)
-        with self._lock:
+        call = TierCall(work, self.lock)
+        with self.lock:
             stuck = len(self._running) >= _THREADS and all(call.abandoned_at for call in self._running)
             if stuck or self._queued >= _WAITING:
                 raise StoreUnavailable(f"{len(self._running)} calls of this tier have not returned")
@@ -227,19 +234,19 @@ class TierThreads:
 
     def stop(self) -> None:
         """End the threads that are idle now. Later calls start new ones."""
-        with self._lock:
+        with self.lock:
             idle = self._threads - len(self._running) - self._queued
         for _ in range(idle):
             self._calls.put(None)
 
     def _run(self, call: TierCall[object]) -> None:
-        with self._lock:
+        with self.lock:
             self._queued -= 1
             self._running.add(call)
         try:
             call.run()
         finally:
-            with self._lock:
+            with self.lock:
                 self._running.discard(call)
                 self._forgiven.discard(call)
                 if not call.abandoned_at:
@@ -247,7 +254,7 @@ class TierThreads:
 
     def _ended(self) -> bool:
         """A thread was idle: whether it may end. A call that was just queued keeps it."""
-        with self._lock:
+        with self.lock:
             if self._queued:
                 return False
             self._threads -= 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from foreword.errors import StoreError
@@ -113,11 +115,27 @@ class FormChanger(StoreWrapper):
 
     A frame in another form is FOREIGN: other readers may use it, so it is not deleted. A subclass that would store the block in
     its own form notes the name in `replaceable`; the next `put` of the block replaces the frame.
+
+    Args:
+        notes: what is counted, as `status` names it.
     """
 
-    def __init__(self, inner: Store) -> None:
+    def __init__(self, inner: Store, notes: Iterable[str]) -> None:
         super().__init__(inner)
         self._replaceable: set[Name] = set()
+        self._notes = dict.fromkeys(notes, 0)
+        self._lock = threading.Lock()  # of the counts
+
+    def count(self, **more: int) -> None:
+        with self._lock:
+            for key, number in more.items():
+                self._notes[key] += number
+
+    def status(self) -> StoreStatus:
+        """The inner store's status, with notes of what was counted here."""
+        status = self.inner.status()
+        with self._lock:
+            return replace(status, notes={**status.notes, **self._notes})
 
     def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
         return self.inner.known(names)

@@ -66,8 +66,8 @@ MUTANTS = (
     Mutant(
         "lookups: no tier counts what it could not be asked",
         "foreword/store/tier.py",
-        "else missed\n        with self._lock:\n            self.counters.lookups[outcome] += 1",
-        "else missed\n        with self._lock:\n"
+        "else missed\n        with self._threads.lock:\n            self.counters.lookups[outcome] += 1",
+        "else missed\n        with self._threads.lock:\n"
         "            self.counters.lookups[outcome] += outcome is not LookupOutcome.TIER_OFF",
         ("tests/test_lookups.py",),
     ),
@@ -410,8 +410,8 @@ MUTANTS = (
     Mutant(
         "tier: circuit breaker never opens",
         "foreword/store/tier_threads.py",
-        "            if now < self._open_until:\n                return False",
-        "            if False:\n                return False",
+        "        if now < self._open_until:\n            return False",
+        "        if False:\n            return False",
         TIERED,
     ),
     Mutant(

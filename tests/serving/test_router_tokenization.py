@@ -105,7 +105,7 @@ def test_the_first_of_two_equal_prompts_disconnects(shared: SharedServers, loop:
     body = {"prompt": words("both", 30), "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     with routed(*relays, more=("router.tokenize_timeout=60",)) as router:
         with sent(router, body):
-            until(lambda: sum(relay.asked for relay in relays) == 1)
+            until(lambda: sum(relay.asked for relay in relays) >= 1)  # the second replica is asked 20 ms later
             second = sent(router, body)
             # What comes later is answered: so the second one is inside.
             assert httpx.get(f"{router.url}/health", timeout=60).status_code == 200

@@ -9,8 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,9 @@ from scripted_replica import ScriptedReplica
 from shared_server import until
 from test_router_deaths import Mortals
 
+from foreword.api.stored_responses import StoredResponses
+from foreword.errors import NotFound
+from foreword.router_extras.router_prefixes import NewPrefix, PrefixRegistry
 from foreword.router_extras.workers.bus import Told, WorkerBus
 from foreword.router_extras.workers.shared_quotas import SharedMemory
 from foreword.router_extras.workers.supervisor import Seat
@@ -112,7 +116,8 @@ def test_the_same_hits_as_one(loop: Loop) -> None:
         replicas = [RememberingReplica(loop) for _ in range(3)]
         with routed(replicas, workers=workers) as router:
             found[workers] = conversations(router)
-            assert router.metric("foreword:router_requests_total", dialect="chat", outcome="ok") == len(found[workers])
+            served = len(found[workers])
+            until(lambda: router.metric("foreword:router_requests_total", dialect="chat", outcome="ok") == served)  # noqa: B023
             if workers == 2:
                 assert len(served_by(router)) == 2
     assert found[2] == found[1] == [100 * max(2 * turn - 1, 0) for turn in range(4) for _ in range(6)]
@@ -468,3 +473,185 @@ def test_a_new_worker_knows_an_operators_changes(loop: Loop) -> None:
             assert ask(router, [{"role": "user", "content": f"question {number}"}]).status_code == 200
         assert one.requests == before
         until(lambda: len(served_by(router)) == 2)
+
+
+class Workers:
+    """Buses of several workers in one process, with what each handles."""
+
+    def __init__(self, folder: Path, count: int, answer_seconds: float = 5.0) -> None:
+        self.names = [PrefixRegistry() for _ in range(count)]
+        self.responses = [StoredResponses(1 << 20) for _ in range(count)]
+        self.questions: Counter[str] = Counter()
+        self.stuck = asyncio.Event()
+        self.buses = [self._bus(Seat(n, count, folder, SharedMemory(), -1), answer_seconds) for n in range(count)]
+
+    def _bus(self, seat: Seat, answer_seconds: float) -> WorkerBus:
+        names, responses = self.names[seat.number], self.responses[seat.number]
+
+        def forget(at: float) -> None:
+            names.forget("alice", at)
+            responses.forget(b"salt", at)
+
+        handlers: dict[str, Callable[[Any], object]] = {
+            "prefix": lambda told: names.learn(*told),
+            "prefix removed": lambda told: names.unlearn(*told),
+            "response": lambda told: responses.keep(*told),
+            "forget": forget,
+        }
+
+        def told(worker: int, message: Any) -> None:
+            handlers[message.kind](message.content)
+
+        async def asked(kind: str, content: Any) -> Any:
+            self.questions[kind] += 1
+            if kind == "stuck":
+                await self.stuck.wait()
+            elif kind != "settle":
+                handlers[kind](content)
+
+        return WorkerBus(seat, told, asked, list, lambda _: None, lambda _: None, answer_seconds)
+
+    async def __aenter__(self) -> Workers:
+        for bus in self.buses:
+            await bus.start()
+        while any(len(bus.connected) < len(self.buses) - 1 for bus in self.buses):
+            await asyncio.sleep(0)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.stuck.set()
+        for bus in self.buses:
+            await bus.stop()
+
+
+def test_an_erasure_is_not_undone_by_what_is_on_its_way(tmp_path: Path) -> None:
+    """A response and a name that a worker told before an erasure, and that arrive after it, are not kept; what a request after
+    the erasure stores is, also where the erasure is heard late."""
+
+    async def run() -> None:
+        async with Workers(tmp_path, 3) as all_of:
+            first, second, third = all_of.buses
+            all_of.responses[0].added = lambda *kept: first.tell(Told("response", kept))
+            before = time.monotonic()
+            prefix = all_of.names[0].make("alice", NewPrefix("law", content="secret"))
+            all_of.names[0].put("alice", prefix)
+            at = time.monotonic()
+            all_of.names[1].forget("alice", at)
+            all_of.responses[1].forget(b"salt", at)
+            await second.ask("forget", at)
+            # These are read behind the erasure.
+            first.tell(Told("prefix", ("alice", "law", 1, "secret", prefix.created, prefix.made)))
+            all_of.responses[0].added(b"salt", "old", b"secret", before)
+            all_of.responses[0].add(b"salt", "new", [], b"{}", time.monotonic())
+            for bus in (second, third):
+                await bus.ask("settle")
+            await third.ask("forget", at)
+            for names, responses in zip(all_of.names, all_of.responses, strict=True):
+                assert not names.all()
+                with pytest.raises(NotFound):
+                    responses.get(b"salt", "old")
+                assert responses.get(b"salt", "new").body == b"{}"
+
+    asyncio.run(run())
+
+
+def test_a_name_registered_at_two_workers_is_the_same_at_all(tmp_path: Path) -> None:
+    """Each gets the other's registration after its own: all keep the later one."""
+
+    async def run() -> list[Any]:
+        async with Workers(tmp_path, 3) as all_of:
+
+            async def add(number: int, text: str) -> None:
+                names = all_of.names[number]
+                prefix = names.make("alice", NewPrefix("law", content=text, replace=True))
+                names.put("alice", prefix)
+                told = "alice", prefix.name, prefix.version, prefix.content, prefix.created, prefix.made
+                await all_of.buses[number].ask("prefix", told)
+
+            await asyncio.gather(add(0, "of the first"), add(1, "of the second"))
+            return [names.get("alice", "law").content for names in all_of.names]
+
+    assert asyncio.run(run()) == ["of the second"] * 3
+
+
+def test_a_removal_and_a_new_version_that_cross(tmp_path: Path) -> None:
+    """A name that one worker removes while another one registers a new version of it is the same at all afterwards: the new
+    version, which the first did not know. A removal of the version that all know is one."""
+
+    async def run() -> None:
+        async with Workers(tmp_path, 3) as all_of:
+
+            async def add(number: int, text: str) -> None:
+                names = all_of.names[number]
+                prefix = names.make("alice", NewPrefix("law", content=text, replace=True))
+                names.put("alice", prefix)
+                told = "alice", prefix.name, prefix.version, prefix.content, prefix.created, prefix.made
+                await all_of.buses[number].ask("prefix", told)
+
+            async def remove(number: int) -> None:
+                removed = all_of.names[number].remove("alice", "law")
+                await all_of.buses[number].ask("prefix removed", ("alice", "law", removed.version))
+
+            await add(0, "first")
+            await asyncio.gather(remove(0), add(1, "second"))
+            assert [names.get("alice", "law").content for names in all_of.names] == ["second"] * 3
+            await remove(2)
+            assert not any(names.all() for names in all_of.names)
+
+    asyncio.run(run())
+
+
+def test_who_has_not_answered_is_known(tmp_path: Path) -> None:
+    """A worker that is late, that is not connected, or whose handler raised is named with the answers of the others; a handler
+    that raised is answered at once, and later questions and messages are handled."""
+
+    async def run() -> None:
+        async with Workers(tmp_path, 3, answer_seconds=0.2) as all_of:
+            first = all_of.buses[0]
+            assert (await first.ask("settle")).silent == []
+            assert (await first.ask("stuck")).silent == [1, 2]
+            failed = await first.ask("no such kind")
+            assert list(failed) == [] and failed.silent == [1, 2]
+            first.tell(Told("no such kind", None))
+            assert (await first.ask("settle")).silent == [] and [one.failures for one in all_of.buses] == [0, 2, 2]
+
+            async def asked(kind: str, content: Any) -> None: ...
+
+            seat = Seat(0, 2, tmp_path, SharedMemory(), -1)
+            alone = WorkerBus(seat, lambda *_: None, asked, list, lambda _: None, lambda _: None)
+            assert (await alone.ask("settle")).silent == [1]
+
+    asyncio.run(run())
+
+
+def test_to_settle_takes_one_question_to_each(tmp_path: Path) -> None:
+    """Messages of the others from before their answers have arrived, without questions among them."""
+
+    async def run() -> None:
+        async with Workers(tmp_path, 4) as all_of:
+            for number, bus in enumerate(all_of.buses[1:]):
+                bus.tell(Told("response", (b"salt", f"r{number}", b"data", 1.0)), urgent=False)
+            await all_of.buses[0].ask("settle")
+            assert all_of.responses[0].used and len({key for _, key in all_of.responses[0]._kept}) == 3
+            assert all_of.questions == {"settle": 3}
+
+    asyncio.run(run())
+
+
+def test_a_new_worker_counts_requests_that_run(loop: Loop) -> None:
+    """The limit of requests in flight at a replica is that of all workers, also for one that was started while they ran."""
+    replica = GatedReplica(loop)
+    with routed([replica], "--max-in-flight", "1") as router, ThreadPoolExecutor(32) as pool:
+        try:
+            running = [pool.submit(ask, router, [{"role": "user", "content": "HOLD"}])]
+            until(lambda: replica.held == 1)
+            (holder,) = re.findall(r"worker (\d)", held_by(router))
+            os.kill(children(router)[1 - int(holder)], signal.SIGKILL)
+            until(lambda: router.metric("foreword:router_worker_restarts_total", reason="signal") == 1)
+            until(lambda: router.metric("foreword:router_workers", state="answering") == 2)
+            more = [pool.submit(ask, router, [{"role": "user", "content": "HOLD"}]) for _ in range(12)]
+            until(lambda: router.metric("foreword:router_queue_length") == 12)
+            assert replica.held == 1
+        finally:
+            replica.open()
+        assert statuses(running + more) == {200}

@@ -361,3 +361,76 @@ class CountingProxy(ThreadedServer):
             do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = forward
 
         super().__init__(Handler)
+
+
+class FaultyWire:
+    """A TCP proxy that injects faults into what a server sends.
+
+    Args:
+        faults: kinds by the number of bytes that the server has sent when they occur, each once: `stall`, the connection passes
+            nothing more; `cut`, it ends; `down`, all end, and later ones end at once, until `mend` is called.
+    """
+
+    def __init__(self, port: int, faults: dict[int, str]) -> None:
+        self.left = sorted(faults.items())
+        self.passed = 0
+        self._port, self._down, self._closed = port, False, False
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def mend(self) -> None:
+        self._down = False
+
+    def close(self) -> None:
+        self._closed = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        self._end(list(self._sockets))
+
+    @staticmethod
+    def _end(sockets: Sequence[socket.socket]) -> None:
+        for one in sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            if self._down:
+                client.close()
+                continue
+            server = socket.create_connection(("127.0.0.1", self._port))
+            self._sockets += [client, server]
+            for source, target, spoiled in ((client, server, False), (server, client, True)):
+                threading.Thread(target=self._pump, args=(source, target, spoiled), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, spoiled: bool) -> None:
+        stalled = False
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                fault = self._fault(len(data)) if spoiled and not stalled else ""
+                if fault == "down":
+                    self._end(list(self._sockets))
+                elif fault == "cut":
+                    self._end([source, target])
+                stalled = stalled or fault == "stall"
+                if not stalled:
+                    target.sendall(data)
+        self._end([source, target])
+
+    def _fault(self, size: int) -> str:
+        with self._lock:
+            self.passed += size
+            if not self.left or self.passed < self.left[0][0]:
+                return ""
+            fault = self.left.pop(0)[1]
+            self._down = self._down or fault == "down"
+            return fault

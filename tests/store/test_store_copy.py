@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from servers import RedisServer
+from servers import CountingProxy, FaultyWire, RedisServer, S3Server
 from typer.testing import CliRunner
 
 from foreword.cli import main as cli
@@ -21,7 +23,7 @@ from foreword.conformance import make_frames, names_of, read, soon, whole
 from foreword.errors import StoreConfigError
 from foreword.prefixes.open_erasures import ERASURES, ErasureRecord
 from foreword.prefixes.store_copy import StoreCopy, copy_store
-from foreword.store.base import Store
+from foreword.store.base import FAILED, UNREADABLE, Store
 from foreword.store.frame import Frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import KeyRing
@@ -291,3 +293,129 @@ def test_the_command(tmp_path: Path) -> None:
     assert (shown["blocks"], shown["present"], shown["records"], shown["complete"]) == (0, 10, 2, True)
     for arguments in ([f"disk://{tmp_path}/none", new], [old, f"{old}?size=1GiB"], [old, "memory://?size=1GiB"]):
         assert run.invoke(cli.app, ["copy", *arguments]).exit_code != 0, arguments
+
+
+def run_copy(*arguments: str) -> tuple[int, str, str]:
+    """Status, output and errors of `foreword copy`."""
+    done = CliRunner().invoke(cli.app, ["copy", *arguments], catch_exceptions=False)
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_a_source_that_is_late_and_fails(tmp_path: Path, closed: Callable[[Callable[[], object]], object]) -> None:
+    """A Redis whose connection stalls once and is cut three times, while it is listed, read, and listed at the end, is asked
+    again: all blocks are in the copy, the status is 0, and the store is named where it was late."""
+    server = RedisServer(tmp_path / "redis")
+    closed(server.kill)
+    frames = chains(8)
+    with closing(open_store([server.url])) as source:
+        source.tiers[0].store.put(frames, deadline=soon())
+    wire = FaultyWire(server.port, {5_000: "cut", 400_000: "stall", 600_000: "cut", 1_130_000: "cut"})
+    closed(wire.close)
+    url, new = f"redis://127.0.0.1:{wire.port}", f"disk://{tmp_path}/new?size=64MiB"
+    status, output, errors = run_copy(url, new, "--patience", "10")
+    assert wire.left == [], wire.passed
+    assert (status, f"{len(frames)} blocks copied" in output) == (0, True), output + errors
+    assert f"{url} has not returned " in errors and "they are read again" in errors
+    with closing(open_store([new])) as target:
+        assert read(target.tiers[0].store, frames) == whole(frames)
+
+
+def test_a_source_that_goes_away_is_named(tmp_path: Path, closed: Callable[[Callable[[], object]], object]) -> None:
+    """When a Redis has gone in the middle, the copy ends within its patience with status 1, names the store and how to go on,
+    and keeps its blocks; the same command then copies the rest. One that was never there is not waited for."""
+    server = RedisServer(tmp_path / "redis")
+    closed(server.kill)
+    frames = chains(9)
+    with closing(open_store([server.url])) as source:
+        source.tiers[0].store.put(frames, deadline=soon())
+    wire = FaultyWire(server.port, {400_000: "down"})
+    closed(wire.close)
+    url, new = f"redis://127.0.0.1:{wire.port}", f"disk://{tmp_path}/new?size=64MiB"
+    status, output, errors = run_copy(url, new, "--patience", "1", "--json")
+    done = json.loads(output)
+    assert (status, done["complete"], wire.left) == (1, False, [])
+    assert done["ended"].startswith(f"{url} has failed for 1 s: ") and done["ended"] in errors
+    assert f" of {len(frames)} blocks, which stay" in errors and "run the same command" in errors
+    assert 0 < done["blocks"] < len(frames) and done["named"] == []
+    status, output, errors = run_copy(url, new, "--patience", "100000", "--json")
+    assert (status, json.loads(output)["blocks"]) == (1, 0) and url in errors and "before the first block" in errors
+    wire.mend()
+    status, output, _ = run_copy(url, new, "--json")
+    again = json.loads(output)
+    assert (status, again["complete"], again["ended"]) == (0, True, "")
+    assert (again["present"], again["blocks"]) == (done["blocks"], len(frames) - done["blocks"])
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_late(tmp_path: Path, closed: Callable[[Callable[[], object]], object]) -> None:
+    """A bucket that leaves two writes and a read without an answer gets them again: every block is verified there."""
+    server = S3Server(tmp_path / "s3")
+    closed(server.kill)
+    proxy = CountingProxy(server.port)
+    closed(proxy.close)
+    ended, left = threading.Event(), Counter({"PUT": 2, "GET": 1})
+    closed(ended.set)  # before the proxy is closed, which waits for its requests
+    frames = chains(10)[:200]
+    old = f"disk://{tmp_path}/old?size=64MiB"
+    with closing(open_store([old])) as source:
+        source.tiers[0].store.put(frames, deadline=soon())
+
+    def stall(method: str) -> None:
+        if proxy.requests > 20 and left[method] > 0:
+            left[method] -= 1
+            ended.wait(60)
+
+    proxy.before = stall
+    new = server.url("/kv").replace(f":{server.port}", f":{proxy.port}")
+    status, output, errors = run_copy(old, new, "--patience", "20")
+    assert (status, f"{len(frames)} blocks copied" in output, +left) == (0, True, Counter()), output + errors
+    assert "s3://blocks/kv: " in errors and "secret" not in errors
+    ended.set()
+    with closing(open_store([server.url("/kv")])) as target:
+        assert read(target.tiers[0].store, frames) == whole(frames)
+
+
+class Unread(MemoryStore):
+    """A store that does not give some of its blocks: each for a number of reads, with a result that says why."""
+
+    def __init__(self, faults: dict[bytes, list[int]]) -> None:
+        super().__init__(size=1 << 24)
+        self.faults = faults
+
+    def get(self, names: Sequence[bytes], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        sizes = super().get(names, buffers, deadline=deadline)
+        return [
+            self.faults[name].pop() if self.faults.get(name) else size for name, size in zip(names, sizes, strict=True)
+        ]
+
+
+def test_a_block_that_cannot_be_read() -> None:
+    """A block that its store does not give at first is read again; those that it never gives are counted and named, once each,
+    and all others are copied. A target that does not give one back is told apart."""
+    frames = make_frames(11, 20, PAYLOAD)
+    late, never, sector, lost = (frames[at].name for at in (3, 9, 12, 15))
+    source = TieredStore([Unread({late: [FAILED] * 2, never: [FAILED] * 100, sector: [UNREADABLE]})])
+    source.tiers[0].store.put(frames, deadline=soon())
+    target = TieredStore([Unread({lost: [FAILED] * 100})])
+    done = copy_store(tier(source), tier(target))
+    assert (done.blocks, done.unread, done.lost, done.complete, done.ended) == (17, 2, 1, False, "")
+    keys = [frames[at].header.key.hex() for at in (9, 12, 15)]
+    reasons = ["could not be read"] * 2 + ["the target does not return it as it was written"]
+    assert [one.rpartition("/")[2] for one in done.named] == [
+        ": ".join(pair) for pair in zip(keys, reasons, strict=True)
+    ]
+
+
+def test_a_damaged_block_is_named(tmp_path: Path, closed: Callable[[Callable[[], object]], object]) -> None:
+    """The command names a damaged block and its reason, copies all others, and ends with status 1."""
+    server = RedisServer(tmp_path / "redis")
+    closed(server.kill)
+    frames = make_frames(12, 10, PAYLOAD)
+    with closing(open_store([server.url])) as source:
+        source.tiers[0].store.put(frames, deadline=soon())
+    with server.client() as client:
+        key = next(one for one in client.keys("*:b:*") if one.endswith(frames[4].name.hex().encode()))
+        client.setrange(key, len(frames[4].data) - 1, b"\x55")
+    status, output, _ = run_copy(server.url, f"disk://{tmp_path}/new?size=8MiB")
+    assert status == 1 and "9 blocks copied" in output
+    assert f"/{frames[4].header.key.hex()}: damaged (checksum)" in output and output.count(": damaged") == 1

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import struct
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from foreword.decoders import decode_msgpack
+from foreword.router_extras.worker_links import Answers
 from foreword.router_extras.workers.supervisor import Seat
 from foreword.tasks import background
 
@@ -114,14 +115,6 @@ class WorkerAnswer(Struct, frozen=True, array_like=True, tag=7):
     number: int
     content: Any
     failed: bool = False
-
-
-class Answers(list[Any]):
-    """The answers to a question. `silent`: workers that gave none: they are late, not connected, or their handler raised."""
-
-    def __init__(self, given: Iterable[Any] = (), silent: Iterable[int] = ()) -> None:
-        super().__init__(given)
-        self.silent = sorted(silent)
 
 
 Message = Sent | First | SharedEnd | SharedFailure | Known | Told | WorkerQuestion | WorkerAnswer
@@ -219,6 +212,11 @@ class WorkerBus:
         answered = {other: one.content for other, one in given.items() if not one.failed}
         everyone = set(range(self._seat.count)) - {self._seat.number}
         return Answers(answered.values(), everyone - answered.keys())
+
+    @property
+    def connected(self) -> set[int]:
+        """Workers that get messages now; another one gets what is known when it connects."""
+        return set(self._links)
 
     def _path(self, number: int) -> Path:
         return self._seat.folder / f"{number}.sock"

@@ -12,19 +12,21 @@ import logging
 import secrets
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from foreword.api import http
 from foreword.api.outcomes import LOG_FIELDS
+from foreword.config import parse_bytes
 from foreword.errors import ConfigError, NotFound
+from foreword.request_errors import ReplicaFailed
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import ReplicaSpec, Upstream, clock, parse_spec
 from foreword.router.router import Router
 from foreword.router.suspicious import Death, Suspects
-from foreword.router_extras.worker_links import Workers
+from foreword.router_extras.worker_links import Answers, Workers
 from foreword.router_extras.workers.bus import (
     First,
     Known,
@@ -41,6 +43,7 @@ from foreword.router_extras.workers.supervisor import Seat, Supervisor
 from foreword.routing.fleet import Fleet
 from foreword.routing.known_prompts import KnownPrompts, PromptChain
 from foreword.routing.placement import CostEstimate, Decision, PlacementQuery
+from foreword.tasks import shared
 
 if TYPE_CHECKING:
     from foreword.configuration import Config
@@ -51,7 +54,12 @@ logger = logging.getLogger(__name__)
 _MOST_CHANGES: Final = 4096
 _JOIN_SECONDS: Final = 5.0
 _POLL_SECONDS: Final = 0.02
+# Two workers see one death within this time: no replica starts so fast.
+_SAME_DEATH_SECONDS: Final = 0.5
+_MOST_EARLY: Final = 10_000
 _BEAT_SECONDS: Final = 0.5
+# How long a page of metrics is that of all who ask.
+_PAGE_SECONDS: Final = 1.0
 # How long a worker that ends alone serves connections that it had accepted.
 _LEAVE_SECONDS: Final = 1.0
 # A worker that has observed a replica's costs itself within this time learns nothing from what others served there: its own
@@ -71,11 +79,19 @@ def run(config: Config, current: Callable[[bytes], bytes], serve: Callable[[Rout
     def worker(seat: Seat) -> int:
         given, number = config.router, seat.number
         router = dataclasses.replace(given, max_queue=-(-given.max_queue // seat.count))
-        if number:  # one measures replicas, and keeps the file; all learn from the requests of all
-            router = dataclasses.replace(router, measure_seconds=0.0, cost_file=None)
+        if number:  # one measures replicas, warms them up, and keeps the file; all learn from the requests of all
+            router = dataclasses.replace(router, measure_seconds=0.0, cost_file=None, warm_seconds=0.0)
+        limits = config.server
+        server = dataclasses.replace(
+            limits,
+            max_connections=-(-limits.max_connections // seat.count),
+            response_memory=str(parse_bytes(limits.response_memory) // seat.count),
+        )
         _name_in_log(number)
         with http.event_loop() as runner:
-            status: int = runner.run(serve(WorkerRouter(dataclasses.replace(config, router=router), current, seat)))
+            status: int = runner.run(
+                serve(WorkerRouter(dataclasses.replace(config, router=router, server=server), current, seat))
+            )
             return status
 
     return Supervisor(config.router.workers, worker).run()
@@ -106,6 +122,7 @@ class WorkerRouter(Router):
         self._seat = seat
         self.workers = SharedWorkers(self, seat, self._end)
         self._leaving = False
+        self._page: tuple[float, asyncio.Task[tuple[bytes, str]]] | None = None
         self.quotas = SharedQuotas.shared(config.server.quotas, seat.memory)
         self.pool_type = partial(SharedPool, self.workers)
         self.suspects = SharedSuspects(self._serve_waiting, self.workers)
@@ -159,6 +176,7 @@ class WorkerRouter(Router):
                 async with asyncio.timeout(_JOIN_SECONDS):
                     while not (self.healthy() and len(self.workers.bus.known) == self._seat.count - 1):
                         await asyncio.sleep(_POLL_SECONDS)
+        self.workers.find_places()
 
     async def stop(self) -> None:
         asyncio.get_running_loop().remove_reader(self._seat.parent)
@@ -167,6 +185,11 @@ class WorkerRouter(Router):
 
     async def _render_all(self, accept: str) -> tuple[bytes, str]:
         """The metrics of all workers, in Prometheus' text format."""
+        if self._page is None or clock() - self._page[0] > _PAGE_SECONDS:
+            self._page = clock(), shared(self._pages())
+        return await asyncio.shield(self._page[1])
+
+    async def _pages(self) -> tuple[bytes, str]:
         own, media_type = self.metrics.render("")
         pages = await self.workers.bus.ask("metrics")
         workers = {"answering": len(pages) + 1, "configured": self._seat.count}
@@ -177,8 +200,20 @@ class WorkerRouter(Router):
     async def changed(self, change: str, upstream: Upstream) -> Upstream:
         told = change, upstream.url, upstream.spec.role
         self._note(*told)
-        await self.workers.repeat("change", told)
+        answers = await self.workers.repeat("change", told)
+        # One that is not connected yet hears of it when it is.
+        if late := [number for number in answers.silent if number in self.workers.bus.connected]:
+            named = ", ".join(map(str, late))
+            logger.error("%s %s: no answer of workers %s", change, upstream.url, named)
+            raise ReplicaFailed(f"this process has made the change, but workers {named} have not said so: repeat it")
         return upstream
+
+    def remove(self, url: str) -> Upstream:
+        removed = super().remove(url)
+        # It is not drained if it comes back.
+        if self._changes.get(removed.url, ("", "", ""))[0] in ("drain", "undrain"):
+            del self._changes[removed.url]
+        return removed
 
     def _note(self, change: str, url: str, role: str) -> None:
         self._changes.pop(url, None)
@@ -219,13 +254,13 @@ class WorkerRouter(Router):
         known = upstream.dead
         super().died(upstream, reason)
         if not known:
-            self.workers.tell("died", (upstream.url, upstream.deaths, reason))
+            self.workers.tell("died", (upstream.url, upstream.died_at, reason))
 
-    def _has_died(self, url: str, number: int, reason: str) -> None:
+    def _has_died(self, url: str, at: float, reason: str) -> None:
+        """Another worker has seen a death, at a time by `clock`. This one may have seen the same before."""
         upstream = self.upstreams.get(url)
-        if upstream is not None and number > upstream.deaths:
+        if upstream is not None and at > upstream.died_at + _SAME_DEATH_SECONDS:
             super().died(upstream, reason)
-            upstream.deaths = number
 
 
 class SharedWorkers(Workers):
@@ -237,6 +272,8 @@ class SharedWorkers(Workers):
         self.bus = WorkerBus(seat, self._told, self._asked, self._joined, self._gone, self._missed)
         # Requests of other workers that run, by worker and name.
         self._running: dict[tuple[int, int], tuple[SharedPool, str, Upstream]] = {}
+        # Those at replicas that this worker does not know yet.
+        self._early: dict[tuple[int, int], Sent] = {}
         self._handlers: dict[str, tuple[Callable[[Any], object], Callable[[], Iterable[Any]]]] = {}
 
     def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Iterable[Any]] = tuple) -> None:
@@ -245,22 +282,20 @@ class SharedWorkers(Workers):
     def tell(self, kind: str, content: Any) -> None:
         self.bus.tell(Told(kind, content))
 
-    async def repeat(self, kind: str, content: Any) -> Sequence[Any]:
+    async def repeat(self, kind: str, content: Any) -> Answers:
         return await self.bus.ask(kind, content)
 
     async def settle(self) -> None:
-        await self.bus.ask("settle")
+        await self.bus.ask("settle")  # an answer comes behind all earlier messages
 
     def _joined(self) -> list[Message]:
-        return [Told(kind, one) for kind, (_, known) in self._handlers.items() for one in known()]
+        known = [Told(kind, one) for kind, (_, known) in self._handlers.items() for one in known()]
+        fleets = [pool.fleet for pool in self._router.pools.values() if isinstance(pool.fleet, SharedFleet)]
+        return [*known, *(sent for fleet in fleets for sent in fleet.running())]
 
     async def _asked(self, kind: str, content: Any) -> Any:
         if kind == "metrics":
             return self._router.metrics.render("")[0]
-        if kind == "settle":
-            # What this worker has told the others has arrived once they answer.
-            await self.bus.ask("nothing")
-            return None
         found = self._handle(kind, content)
         return await found if isinstance(found, Awaitable) else found
 
@@ -293,6 +328,8 @@ class SharedWorkers(Workers):
         pool = self._pool(one.model)
         upstream = pool.upstreams.get(one.replica) if pool is not None else None
         if pool is None or upstream is None or one.replica not in pool.fleet.replicas:
+            if len(self._early) < _MOST_EARLY:
+                self._early[other, one.name] = one
             return
         query = PlacementQuery(
             one.keys,
@@ -311,7 +348,14 @@ class SharedWorkers(Workers):
         self._running[other, one.name] = pool, name, upstream
         self._count(pool, upstream, 1)
 
+    def find_places(self) -> None:
+        """Count requests whose replicas this worker did not know when it heard of them."""
+        early, self._early = self._early, {}
+        for (other, _), one in early.items():
+            self._sent(other, one)
+
     def _ended(self, other: int, one: SharedEnd | SharedFailure) -> None:
+        self._early.pop((other, one.name), None)
         found = self._running.pop((other, one.name), None)
         if found is None:
             return
@@ -328,7 +372,7 @@ class SharedWorkers(Workers):
 
     def _gone(self, other: int) -> None:
         """A worker has ended: so have its requests."""
-        for number, name in [key for key in self._running if key[0] == other]:
+        for number, name in [key for key in (*self._running, *self._early) if key[0] == other]:
             self._ended(number, SharedFailure(name, clock()))
 
     def _missed(self, other: int) -> None:
@@ -364,37 +408,39 @@ class SharedFleet(Fleet):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._told: dict[str, int] = {}
+        self._told: dict[str, Sent] = {}
+
+    def running(self) -> Iterable[Sent]:
+        """This worker's requests that run, as it has told them."""
+        return self._told.values()
 
     def sent(self, name: str, query: PlacementQuery, decision: Decision, now: float) -> None:
         super().sent(name, query, decision, now)
         estimate = decision.estimate
         assert decision.replica is not None and estimate is not None
-        number = self._told[name] = next(self._numbers)
-        self.bus.tell(
-            Sent(
-                number,
-                self.model,
-                decision.replica,
-                decision.prefill,
-                query.tokens,
-                estimate.reused,
-                estimate.computed,
-                query.session,
-                query.max_output,
-                query.weights,
-                query.block_size,
-                list(query.keys),
-                [(space, list(keys)) for space, keys in query.other_keys.items()],
-                [(space, list(keys)) for space, keys in query.public_keys.items()],
-                now,
-            )
+        self._told[name] = sent = Sent(
+            next(self._numbers),
+            self.model,
+            decision.replica,
+            decision.prefill,
+            query.tokens,
+            estimate.reused,
+            estimate.computed,
+            query.session,
+            query.max_output,
+            query.weights,
+            query.block_size,
+            list(query.keys),
+            [(space, list(keys)) for space, keys in query.other_keys.items()],
+            [(space, list(keys)) for space, keys in query.public_keys.items()],
+            now,
         )
+        self.bus.tell(sent)
 
     def first_token(self, name: str, now: float) -> None:
         super().first_token(name, now)
         if name in self._told:
-            self.bus.tell(First(self._told[name], now), urgent=False)
+            self.bus.tell(First(self._told[name].name, now), urgent=False)
 
     def finished(
         self,
@@ -406,15 +452,15 @@ class SharedFleet(Fleet):
         guessed: bool = False,
     ) -> None:
         super().finished(name, now, cached_tokens=cached_tokens, output_tokens=output_tokens, guessed=guessed)
-        number = self._told.pop(name, None)
-        if number is not None:
-            self.bus.tell(SharedEnd(number, now, cached_tokens, output_tokens, guessed), urgent=False)
+        sent = self._told.pop(name, None)
+        if sent is not None:
+            self.bus.tell(SharedEnd(sent.name, now, cached_tokens, output_tokens, guessed), urgent=False)
 
     def failed(self, name: str, now: float) -> None:
         super().failed(name, now)
-        number = self._told.pop(name, None)
-        if number is not None:
-            self.bus.tell(SharedFailure(number, now), urgent=False)
+        sent = self._told.pop(name, None)
+        if sent is not None:
+            self.bus.tell(SharedFailure(sent.name, now), urgent=False)
 
 
 class SharedPrompts(KnownPrompts):

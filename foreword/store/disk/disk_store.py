@@ -21,7 +21,6 @@ import itertools
 import logging
 import math
 import os
-import threading
 import time
 import weakref
 from collections import Counter
@@ -141,7 +140,6 @@ class DiskStore(Store):
         self._budget = BlockBudget(self._files, size, self._notes, quota_of(tenant_quota, size))
         self._pieces = bool(pieces)
         self._writer = BlockWriter(self._files, self._index, self._budget, pieces)
-        self._lock = threading.Lock()
         self._opened = OpenedFolder(self.path)
         _stores.add(self)
         if self.read_only:
@@ -209,7 +207,6 @@ class DiskStore(Store):
         self._index.after_fork()
         self._opener.after_fork()
         self._writer.after_fork()
-        self._lock = threading.Lock()
 
     # Blocks
 
@@ -516,10 +513,9 @@ class DiskStore(Store):
         return StoreStatus(blocks, size, limit, pinned, budget.evictions, notes, self._pin_limit)
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        if self._closed:
+            return
+        self._closed = True  # of two threads at once both may go on: each step may be made twice
         self._opener.stop(_CLOSE_TIMEOUT)
         deadline = time.monotonic() + _CLOSE_TIMEOUT
         with contextlib.suppress(StoreError):  # other processes recover what stays unfinished

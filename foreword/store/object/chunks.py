@@ -20,10 +20,9 @@ import base64
 import os
 import re
 import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.layout import PREFIX_BYTES, key_of
@@ -40,12 +39,11 @@ _TAG_BYTES: Final = 5
 _FIRST_DIGITS: Final = 16
 _ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}sIQ")
 _LENGTH = struct.Struct("<Q")
-_KNOWN: Final = 100_000  # blocks that are remembered
+KNOWN: Final = 100_000  # blocks that are remembered
 _HEADS: Final = 4  # heads remembered per block: writers that do not know a block's section begin a new one
 _PATH = re.compile(r"([0-9a-f]{32}/[0-9a-f]{32})/([0-9a-f]{64})/([0-9a-f]{16})/([A-Za-z0-9_-]{8,255}={0,2})")
 
 Section = tuple[bytes, bytes]  # the bytes before the key in the names of its blocks, and its head
-V = TypeVar("V")
 
 
 def prefix_of(name: Name) -> bytes:
@@ -193,32 +191,12 @@ def divide(
 Location = tuple[ObjectChunk, int]  # a chunk and the place of a block in it
 
 
-class RecentlyUsed(Generic[V]):
-    """A dictionary that drops its oldest entries. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._values: Newest[bytes, V] = Newest(_KNOWN)
-        self._lock = threading.Lock()
-
-    def get(self, key: bytes) -> V | None:
-        return self._values.get(key)
-
-    def set(self, key: bytes, value: V) -> None:
-        with self._lock:
-            self._values[key] = value
-
-    def drop(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            for key in keys:
-                self._values.pop(key, None)
-
-
 class Heads:
     """The heads of the sections of recently used blocks."""
 
     def __init__(self) -> None:
-        self._heads: RecentlyUsed[tuple[bytes, ...]] = RecentlyUsed()
-        self._expected: RecentlyUsed[bytes] = RecentlyUsed()  # by name
+        self._heads: Newest[bytes, tuple[bytes, ...]] = Newest(KNOWN)
+        self._expected: Newest[Name, bytes] = Newest(KNOWN)
 
     def expect(self, before: Sequence[Name], names: Sequence[Name]) -> None:
         """Note the sections of the first blocks of a lookup, given the blocks before them in the chain."""
@@ -232,12 +210,12 @@ class Heads:
                     if ends_section(key_of(previous)):
                         break
                     head = key_of(previous)
-            self._expected.set(name, head)
+            self._expected[name] = head
 
     def note(self, key: bytes, head: bytes) -> None:
         known = self._heads.get(key) or ()
         if head not in known:
-            self._heads.set(key, (*known, head)[-_HEADS:])
+            self._heads[key] = (*known, head)[-_HEADS:]
 
     def of_key(self, key: bytes) -> tuple[bytes, ...]:
         """The heads under which a block was found or stored."""

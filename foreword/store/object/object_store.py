@@ -33,6 +33,7 @@ from obstore.store import LocalStore
 
 from foreword.blocks.layout import ROOT_BYTES, key_of
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly, StoreUnreadable
+from foreword.newest import Newest
 from foreword.store.base import (
     BAD,
     FAILED,
@@ -51,11 +52,11 @@ from foreword.store.base import (
 from foreword.store.frame import Frame
 from foreword.store.object.bucket import ChunkRead, ObjectBucket
 from foreword.store.object.chunks import (
+    KNOWN,
     MAX_BLOCKS,
     Heads,
     Location,
     ObjectChunk,
-    RecentlyUsed,
     Search,
     Section,
     divide,
@@ -116,7 +117,7 @@ class ObjectStore(Store):
         self._bucket = ObjectBucket(self._store, self._prefix)
         self._chunk = chunk
         self._heads = Heads()
-        self._locations: RecentlyUsed[Location] = RecentlyUsed()
+        self._locations: Newest[Name, Location] = Newest(KNOWN)
         self._loop = ClientLoop(label, parallel)
         self._renewals = Renewals(self._store, self._prefix, self._loop, touch * _DAY)
 
@@ -159,7 +160,8 @@ class ObjectStore(Store):
                 errors.append(data)
                 data = FAILED
             elif not isinstance(data, memoryview):
-                self._locations.drop(names[index] for index in read.indexes)
+                for index in read.indexes:
+                    self._locations.pop(names[index], None)
             for place, index in enumerate(read.indexes):
                 lengths[index] = _copied(data, place, len(read.indexes), views[index])
         if errors and all(length == FAILED for length in lengths):
@@ -202,7 +204,8 @@ class ObjectStore(Store):
             tags[prefix_of(name)].add(tag_of(name))
         calls = (self._bucket.remove_from(chunk.prefix, chunk, tags[chunk.prefix]) for chunk in chunks)
         list(self._loop.each(calls, deadline, StoreReadOnly))
-        self._locations.drop(names)
+        for name in names:
+            self._locations.pop(name, None)
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         """Count the blocks that are present. Pins have no effect: the store never evicts."""
@@ -286,7 +289,7 @@ class ObjectStore(Store):
                 for place, entry in entries:
                     name = chunk.prefix + entry.key
                     self._heads.note(entry.key, chunk.head)
-                    self._locations.set(name, (chunk, place))
+                    self._locations[name] = chunk, place
                     stored_at = meta["last_modified"].timestamp()
                     blocks.append(StoredBlock(name, entry.parent, entry.depth, entry.length, stored_at))
             yield blocks, unknown
@@ -366,7 +369,7 @@ class ObjectStore(Store):
             for chunk in chunks:
                 for name in search.add(chunk):
                     self._heads.note(key_of(name), chunk.head)
-                    self._locations.set(name, search.found[name])
+                    self._locations[name] = search.found[name]
 
     def _follow(self, search: Search, deadline: float) -> None:
         """Look at the first gap for chunks that a listing has not shown, and for those stored outside of their section."""
@@ -484,18 +487,14 @@ class Renewals:
         self._lock = threading.Lock()
         self._waiting: dict[str, ObjectChunk] = {}
         self._working = False
-        self._renewed: RecentlyUsed[float] = RecentlyUsed()
+        self._renewed: Newest[str, float] = Newest(KNOWN)
 
     def used(self, chunks: Iterable[ObjectChunk]) -> None:
         """Note that these chunks were read."""
         if not self._after:
             return
         limit = time.time() - self._after
-        old = {
-            chunk.path: chunk
-            for chunk in chunks
-            if max(chunk.written, self._renewed.get(chunk.path.encode()) or 0) < limit
-        }
+        old = {chunk.path: chunk for chunk in chunks if max(chunk.written, self._renewed.get(chunk.path) or 0) < limit}
         with self._lock:
             self._waiting.update(list(old.items())[: _WAITING - len(self._waiting)])
             start, self._working = bool(self._waiting) and not self._working, bool(self._waiting) or self._working
@@ -516,7 +515,7 @@ class Renewals:
                 if chunk is None:
                     self._working = False
                     return
-            self._renewed.set(chunk.path.encode(), time.time())  # also if it fails: it is tried again later
+            self._renewed[chunk.path] = time.time()  # also if it fails: it is tried again later
             # Gone, changed, or the service has no conditional writes.
             with contextlib.suppress(BaseError, OSError, NotImplementedError):
                 self.count += await self._renew(chunk)
