@@ -347,8 +347,8 @@ def test_urls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_time_limits_follow_from_one() -> None:
-    """How long a peer is waited for follows from `progress_timeout`; that of a URL holds for its connection, and without one all
-    limits are the instance's. There may be four transfers for each connection."""
+    """How long a peer is waited for follows from `progress_timeout`; that of a URL holds for its connection, and without one
+    all limits are the instance's. There may be four transfers for each connection."""
     ours = TransferConfig(progress_timeout=60.0, max_connections=3)
     assert (ours.connect_timeout, ours.answer_timeout, ours.beat_seconds, ours.max_transfers) == (10.0, 20.0, 4.0, 12)
     plain = TransferConfig()
