@@ -19,8 +19,8 @@ from foreword.errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 ENV_PREFIX = "FOREWORD_"
-# What Kubernetes sets in every pod for a Service whose name begins with "foreword" (kubernetes.io, "Service", "Environment
-# variables"), without the prefix. A Service `foreword-server` gives FOREWORD_SERVER_PORT, which is also a key's name.
+# Variables that Kubernetes sets in every pod for a Service whose name begins with "foreword" (its "Environment variables"
+# of Services), without the prefix. A Service `foreword-server` gives FOREWORD_SERVER_PORT, which is also a key's name.
 _SERVICE_NAME = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
 

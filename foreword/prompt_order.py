@@ -142,7 +142,7 @@ class PromptOrder:
 
     @classmethod
     def of(cls, config: ServerConfig) -> PromptOrder:
-        """As configured. Raises ConfigError."""
+        """The order that is configured. Raises ConfigError."""
         return cls.parse(config.template_order, config.volatile_lines)
 
     def __bool__(self) -> bool:

@@ -68,7 +68,7 @@ def _ended(what: str, task: asyncio.Future[Any]) -> None:
     _RUNNING.discard(task)
     error = None if task.cancelled() else task.exception()
     if isinstance(error, ForewordError):
-        # What a caller did wrong it would have been told.
+        # A caller would have been told of its own mistake.
         level = logging.DEBUG if error.fault == "client" else logging.WARNING
         logger.log(level, "%s failed: %s", what, error.message)
     elif error is not None:

@@ -32,6 +32,7 @@ from example_counts import represented
 import foreword.offload.direct_tier
 import foreword.offload.pinned
 import foreword.offload.ring
+from benchmarks.store.direct import measure
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
 from foreword.engine.external_kv import EngineStores
@@ -222,6 +223,20 @@ def test_a_share_is_never_used_up() -> None:
     assert share.take(50, 8, 5) == 5 and share.take(4, 8, 5) == 4
     assert LentShare(1 << 20, 100).take(50, 10, 64) == 10
     assert LentShare(1024, 100).take(12, 8, 5) == 12 and LentShare(8, 100).take(50, 8, 5) == 1
+
+
+def test_a_prompt_is_lent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a load of 256 blocks of 2 MiB, headers included, is asked of a tier of 4 GiB together: each stretch that is lent
+    has a cost of its own, which a last one of a single block would have, too. The first load of all begins with one block."""
+    asked, real = list[int](), MemoryStore.lend
+
+    def counted(store: MemoryStore, names: list[bytes], *, deadline: float) -> Any:
+        asked.extend([len(names)] * bool(names))
+        return real(store, names, deadline=deadline)
+
+    monkeypatch.setattr(MemoryStore, "lend", counted)
+    measure(2 << 20, 1, direct=True)
+    assert asked[:2] == [1, 255] and asked[2:] == [256] * 8
 
 
 def test_a_tier_that_is_full_of_what_is_in_flight(direct: Make) -> None:

@@ -24,9 +24,11 @@ import torch
 import transformers
 import typer
 from documented_page import DIRECTIVES, LANGUAGES, ROOT, Step, first_absent, steps
+from typer.testing import CliRunner
 
 import foreword
 from foreword.cli.main import app
+from foreword.store.urls import check_stores
 
 PAGES = [
     "README.md",
@@ -165,6 +167,28 @@ def test_what_is_not_run_exists(page: str) -> None:
             assert [path for path in paths if not (ROOT / path).exists()] == []
             for words in shell_words(block.text if block.kind == "sh" else ""):
                 assert (block.line, lacking(words)) == (block.line, set())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_hold(page: str, tmp_path: Path) -> None:
+    """A configuration file that a page shows is accepted as it stands, and flags that are shown alone have JSON that parses and
+    URLs of stores that are right."""
+    for block in steps((ROOT / page).read_text(encoding="utf-8")):
+        if block.kind == "toml" and "[project" not in block.text:
+            path = tmp_path / f"{block.line}.toml"
+            path.write_text(block.text, encoding="utf-8")
+            done = CliRunner().invoke(app, ["config", "serve", "--config", str(path)])
+            assert (block.line, done.exit_code, done.exception) == (block.line, 0, None)
+        elif block.kind == "text" and block.text.lstrip().startswith("--"):
+            for words in shell_words(block.text.replace("\n", " ")):
+                lacking(words)
+                urls = [value for flag, value in itertools.pairwise(words) if flag == "--store"]
+                urls += [
+                    url
+                    for settings in (json.loads(word) for word in words if word.startswith("{"))
+                    for url in settings.get("kv_connector_extra_config", {}).get("store", [])
+                ]
+                assert len(check_stores(urls)) == len(urls)
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,23 @@ def test_a_bad_block_is_not_kept_by_the_faster_tier(made: Callable[..., Device],
     assert fast.present(device.names(0, 8), deadline=soon()) == [number != 5 for number in range(8)]
 
 
+def test_slots_are_reserved_for_two_groups_at_once(
+    made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load reads twice as many blocks into slots of the faster tier as the staging arena takes at once: each reservation has
+    a cost of its own. Its first group, for which it has little time, is no larger than others."""
+    slow, fast, taken = filled(0, 32), MemoryStore(1 << 20), list[int]()
+    device, reserve = made(fast, slow), fast.reserve
+
+    def counted(headers: Any, **more: Any) -> Any:
+        taken.append(len(headers))
+        return reserve(headers, **more)
+
+    monkeypatch.setattr(fast, "reserve", counted)
+    assert device.load(0, 0, 32).loaded == 32 and torch.equal(device.blocks[:32], device.computed[:32])
+    assert [count for count in taken if count > 1] == [8, 16, 8]
+
+
 def test_what_is_erased_is_not_read_into_a_faster_tier(made: Callable[..., Device]) -> None:
     """Blocks that a load has read before an erasure, into slots of the faster tier, are not found there behind it."""
     slow, fast = filled(0, 4), MemoryStore(1 << 20)

@@ -150,28 +150,38 @@ def test_only_one_module_prepares_types() -> None:
     assert not found, "use foreword.decoders"
 
 
-# First words that name no object, in the package and in the tests.
-VAGUE = re.compile(r"(One|Those|What|Of|The same|It|They|Have)\b")
-VAGUE_OF_TESTS = re.compile(r"(One|Those|What|Of|The same|It|They|Have|Which|That|With|As)\b")
+# First words that name no object.
+VAGUE = re.compile(r"(One|Those|What|Of|The same|It|They|Have|Which|That|With|As)\b")
 
 
-def docstring_starts(trees: Iterable[tuple[str, ast.Module]], vague: re.Pattern[str]) -> list[str]:
-    """Modules, classes and functions whose docstrings begin so."""
+def vague_docstrings(trees: Iterable[tuple[str, ast.Module]]) -> list[str]:
+    """Modules, classes and functions whose docstrings name no object first."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [
         f"{place}:{getattr(node, 'name', '')}"
         for place, tree in trees
         for node in ast.walk(tree)
-        if isinstance(node, kinds) and vague.match(ast.get_docstring(node) or "")
+        if isinstance(node, kinds) and VAGUE.match(ast.get_docstring(node) or "")
     ]
 
 
 def test_docstrings_name_their_object() -> None:
     """A docstring of the package or of a test begins with a verb or a noun of the field."""
-    assert not docstring_starts(((name, tree) for name, (_, tree) in package().items()), VAGUE)
+    assert not vague_docstrings(((name, tree) for name, (_, tree) in package().items()))
     folder = ROOT.parent / "tests"
     tests = ((path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(folder.rglob("*.py")))
-    assert not docstring_starts(((path.relative_to(folder).as_posix(), tree) for path, tree in tests), VAGUE_OF_TESTS)
+    assert not vague_docstrings(((path.relative_to(folder).as_posix(), tree) for path, tree in tests))
+
+
+def test_comments_have_a_subject() -> None:
+    """A comment of the package does not begin with a genitive or a relative clause whose subject follows, or is never said."""
+    begins = re.compile(r"(?<!#)(?:^|\n)(?! *#)[^\n]*\n *# (?:Of|What) [^\n]*")
+    found = [
+        f"{path}: {comment[0].strip().splitlines()[-1]}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for comment in begins.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
 
 
 @dataclass(frozen=True)

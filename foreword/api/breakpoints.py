@@ -17,7 +17,7 @@ from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.errors import BadRequest
 
-# Of one request; earlier ones are dropped. Anthropic's API allows four.
+# Breakpoints of one request; earlier ones are dropped. Anthropic's API allows four.
 MAX_BREAKPOINTS: Final = 4
 _PLACEHOLDER: Final = {"role": "user", "content": "\x00"}
 

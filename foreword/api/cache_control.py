@@ -82,7 +82,7 @@ class CacheBody(Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
-    """Which prefix a verb is about: text, token ids or a conversation; and for how long.
+    """The prefix that a verb is about: text, token ids or a conversation; and for how long.
 
     Attributes:
         prompt: None for a conversation, and for everything of the tenant.

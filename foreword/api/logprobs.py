@@ -91,6 +91,6 @@ def _likeliest(entry: TokenEntry) -> dict[str, float] | None:
         return None
     named: dict[str, float] = {}
     for text, logprob, _ in (*entry.top, (entry.text, entry.logprob, b"")):
-        # Of two tokens with the same text, the likelier one comes first and is kept.
+        # The likelier one of two tokens with the same text comes first and is kept.
         named.setdefault(text, logprob)
     return named

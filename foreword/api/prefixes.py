@@ -14,7 +14,7 @@ from foreword.prefixes.prefix_service import AsyncPrefixes
 from foreword.usage import TokenUsage
 
 PATH = "/v1/prefixes"
-# Of prefixes whose blocks all tenants share.
+# The path of prefixes whose blocks all tenants share.
 PUBLIC_PATH = "/v1/public/prefixes"
 
 
@@ -24,7 +24,7 @@ class AnyPrefixBody(Protocol):
     content: str | None
 
     def plain_messages(self, limits: Limits) -> list[dict[str, Any]] | None:
-        """As chat templates expect them. Raises BadRequest."""
+        """Convert messages to the form that chat templates expect. Raises BadRequest."""
 
 
 def check_content(content: str | None, messages: list[Any] | None, limits: Limits) -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # No public name ends like this (RFC 6761, RFC 6762, RFC 8375, ICANN's `internal`, and names in Kubernetes).
 _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa", ".test", ".svc")
-# What a proxy adds: the caller is somewhere else then. A web page sends `origin`.
+# Headers that a proxy adds: the caller is somewhere else then. A web page sends `origin`.
 _NOT_LOCAL: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 # A bare key has no "=", so that a mistyped pair is an error.
 _PAIR = re.compile(r"(?P<tenant>[A-Za-z0-9_.-]+)=(?P<key>[!-~]+)")
@@ -179,7 +179,7 @@ def _parse(entry: str) -> tuple[str, bytes]:
 
 
 class HostNames:
-    """Which values of the header `Host` are names of this server: against DNS rebinding.
+    """The values of the header `Host` that name this server: against DNS rebinding.
 
     A web page can give its own name the address of a server on the visitor's host or network, and then read what the server
     answers, because the browser takes both for one place. The browser sends the page's name as `Host`. So a server that needs

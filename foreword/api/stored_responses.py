@@ -22,9 +22,9 @@ from foreword.newest import Newest
 
 _SECONDS: Final = 86_400.0  # that a response is kept after its last use
 _TENANT_RESPONSES: Final = 1000
-# Of all memory, what one tenant may use.
+# The part of all memory that one tenant may use.
 _TENANT_SHARE: Final = 0.25
-# Of an entry beside its packed bytes: its key, and its places in dictionaries.
+# Bytes of an entry beside its packed bytes: its key, and its places in dictionaries.
 _ENTRY_BYTES: Final = 600
 # Longer ones are kept as they are: to compress them would hold up the event loop for more than a millisecond.
 _MOST_COMPRESSED: Final = 64 << 10

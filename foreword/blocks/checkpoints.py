@@ -26,7 +26,7 @@ from typing import Final
 from foreword.blocks.resume import GroupKind, KVGroup, alignment
 from foreword.newest import Newest
 
-# Of the bytes of all blocks. More brings hits only to stores that never evict (dev/concepts/checkpoints.md).
+# The share of the bytes of all blocks. More brings hits only to stores that never evict (dev/concepts/checkpoints.md).
 SHARE: Final = 1 / 8
 # The blocks of this many tokens may always be saved. Not for recurrent state: a state is as large as the KV of hundreds of
 # tokens.

@@ -21,7 +21,7 @@ from foreword.errors import BadRequest
 
 KEY_FORMAT = 2
 KEY_BYTES = 32
-# What names of blocks begin with: the fingerprint of their layout (`layout.py`).
+# Names of blocks begin with this: the fingerprint of their layout (`layout.py`).
 FINGERPRINT_BYTES = 16
 _MAGIC = b"foreword/key\x00"
 _TOKEN_BYTES = 4

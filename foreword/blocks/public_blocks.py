@@ -1,4 +1,4 @@
-"""Which blocks are public, and the chains that begin with them (`public.py` has the form of their keys)."""
+"""Public blocks, and the chains that begin with them (`public.py` has the form of their keys)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def public_root(scope: Scope) -> bytes:
 
 
 class PublicBlocks:
-    """Which blocks of one model are public here. Nothing is, at first.
+    """The blocks of one model that are public here: none at first.
 
     Attributes:
         keys: of all public blocks. It is replaced as a whole, from any thread.

@@ -27,7 +27,7 @@ _CLIENT_BYTES: Final = 16
 GENERATION_BYTES: Final = 6
 GENERATION_MARK: Final = b"\x00gen"
 _SHARED_BYTES: Final = TENANT_BYTES - GENERATION_BYTES  # what the generations of a tenant have in common
-# What a router or gateway writes as the `cache_salt` of a request to an engine without tenants of its own. vLLM takes up to 128
+# A router or gateway marks so the `cache_salt` of a request to an engine without tenants of its own. vLLM takes up to 128
 # characters there, without slashes.
 _MARK: Final = "foreword:"
 _TEXT: Final = re.compile(rf"{_MARK}((?:[0-9a-f]{{2}}){{0,128}})(?:\.([0-9a-f]{{{2 * _CLIENT_BYTES}}}))?")
@@ -86,7 +86,7 @@ class Salt(NamedTuple):
 
 
 NO_SALT: Final = Salt()
-# Of blocks that all tenants share (`public.py`). No tenant has it: a tenant's salt is a digest, or empty.
+# The salt of blocks that all tenants share (`public.py`). No tenant has it: a tenant's salt is a digest, or empty.
 PUBLIC: Final = Salt(b"foreword/public")
 
 

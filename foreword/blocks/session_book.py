@@ -58,7 +58,7 @@ class AgentSession:
         return len(self.chain) // KEY_BYTES
 
     def describe(self) -> dict[str, Any]:
-        """As JSON. `blocks`: of its newest request; `shared_blocks`: those of them that others have used."""
+        """A session as JSON. `blocks`: of its newest request; `shared_blocks`: those of them that others have used."""
         shown = {"id": self.name, "parent": self.parent or None, "requests": self.requests}
         return {**shown, "blocks": self.blocks, "shared_blocks": self.shared, "expires": int(self.used + self.idle)}
 

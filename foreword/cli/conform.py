@@ -166,7 +166,7 @@ def _transfer(text: str | None, folder: Path | None, engine: bool) -> dict[str, 
             "kv_connector": "ForewordConnector",
             "kv_connector_module_path": "foreword.integrations.vllm",
             "kv_role": "kv_both",
-            # What is measured is right answers, not speed.
+            # The measure is right answers, not speed.
             "kv_connector_extra_config": {"store": urls, "lookup_timeout": 60, "load_timeout": 120},
         }
     try:

@@ -28,7 +28,7 @@ DEFAULT_BLOCK: Final = 16
 _REPLICAS: Final = 4
 # Policies that place a prompt without a look at what is cached.
 _BLIND: Final = ("random", "round-robin", "least-loaded", "least-tokens")
-# What a server and vLLM's connector call the same counters.
+# Names of the same counters at a server and at vLLM's connector.
 _COUNTERS: Final = {
     "written": (TierCounters, "written_blocks"),
     "errors": (TierCounters, "errors"),
@@ -53,7 +53,7 @@ _REFUSED: Final = {
 }
 # Tokenizers differ in the number of its tokens.
 _TEXT: Final = "Which way is north? Über 1024 Wege, π/2 weit: {'a': [1, 2]}\n" * 8
-# What is wrong where calls have failed with these errors.
+# The cause where calls have failed with these errors.
 _KEYS: Final = {
     "store_without_keys": "`--encryption-key-store`, or the server or disk behind it",
     "block_foreign": "the secrets, `--encryption-master-key-file` and release: the same for all servers of a store",

@@ -31,7 +31,7 @@ _MODULES: Final = (
 )
 # Names of commands that their modules do not have.
 _NAMES: Final = {"effective": "config"}
-# What installs those that may be missing; the others are in `lab`.
+# Extras that install those that may be missing; the others are in `lab`.
 _EXTRAS: Final = {
     "serve": "serve",
     "route": "route",

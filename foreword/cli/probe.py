@@ -96,7 +96,7 @@ class ProbedServer:
         """The kind of the server; None if it is none of them."""
         known = (self.json("/ui/data/kind") or {}).get("kind")
         text = self.call("GET", "/metrics").text
-        # What stands in front of a server may hide its pages.
+        # A proxy in front of a server may hide its pages.
         return next((kind for kind, name in KINDS.items() if known == kind or name in text), None)
 
     def metrics(self) -> Scrape:

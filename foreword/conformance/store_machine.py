@@ -48,7 +48,7 @@ class StoreMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def spoil(self, names: Sequence[Name]) -> None:
-        """With `spoils`: make stored blocks unreadable. The store deletes them when it reads them, as a tiered store does."""
+        """Make stored blocks unreadable. The store deletes them when it reads them, as a tiered store does."""
         raise NotImplementedError
 
     @initialize()

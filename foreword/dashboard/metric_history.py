@@ -96,8 +96,8 @@ class MetricsHistory:
         taken.add_done_callback(lambda _: loop.call_later(SAMPLE_SECONDS, self._sample, loop))
 
     def plain(self) -> dict[str, Any]:
-        """As JSON: `series` are `[name, labels]`. `values` has a row per time with a number (or null) per series; a row may be
-        shorter than `series`."""
+        """The history as JSON: `series` are `[name, labels]`. `values` has a row per time with a number (or null) per series; a
+        row may be shorter than `series`."""
         samples = self._samples
         return {
             "every": SAMPLE_SECONDS,

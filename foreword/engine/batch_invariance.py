@@ -30,13 +30,13 @@ from foreword.engine.kernels.native import TYPES, Kernels, PackedWeight
 from foreword.engine.linear import ROUNDING, PackedForward, Patch
 from foreword.errors import ModelUnsupported
 
-# Of Transformers' interface for experts (`use_experts_implementation`): weights of all experts in one tensor,
+# Parameters of Transformers' interface for experts (`use_experts_implementation`): weights of all experts in one tensor,
 # `[experts, outputs, inputs]` or transposed.
 _EXPERTS = ("gate_up_proj", "down_proj")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 # PyTorch's vectors have divisors of this many numbers.
 _VECTORS: Final = 64
-# What computes in Python: a change of it may change bits that the probe, of a few tokens, does not show.
+# Modules that compute in Python: a change of it may change bits that the probe, of a few tokens, does not show.
 _COMPUTE: Final = (
     "batch_invariance.py", "linear.py", "decoder.py", "torch_runner.py", "attention/cpu_backend.py", "kernels/native.py",
 )  # fmt: skip

@@ -108,7 +108,7 @@ class BlockSaver:
         return len(wanted)
 
     def _plan_checkpoints(self, chunk: Chunk) -> CheckpointPlan:
-        """Which blocks of window groups a sequence saves whose first chunk was computed."""
+        """Plan the blocks of window groups that a sequence saves whose first chunk was computed."""
         sequence = chunk.sequence
         sizes = [one.layouts[0].block_bytes for one in self._offload.units]
         length = max(sequence.num_prompt, chunk.start + chunk.count)

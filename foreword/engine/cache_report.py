@@ -51,7 +51,7 @@ class CacheReports:
         counts: dict[str, int] = {}
         loaded, transferred, cached = sequence.loaded, sequence.transferred, sequence.cached_tokens
         if loaded is not None and self._offload is not None:
-            # What was loaded may reach beyond the cached tokens of the prompt: into what a continued request had generated.
+            # Loaded KV may reach beyond the cached tokens of the prompt: into what a continued request had generated.
             end = cached if transferred is None else min(cached, transferred.start)
             counts = self._offload.tokens_by_tier(loaded.tiers, self._cache.block_size, end - loaded.start)
         if transferred is not None and cached > transferred.start:

@@ -1,4 +1,4 @@
-"""Which layers of a model form a KV group, and which paged tensors they keep their KV in.
+"""KV groups: the layers of a model that form each, and the paged tensors that keep their KV.
 
 Layers with the same sliding window free the same blocks. All groups take blocks from one pool, so a block must be as large
 in each of them: groups have equally many layers (some may have fewer and waste the rest), and layer `i` of every group uses

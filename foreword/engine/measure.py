@@ -296,7 +296,7 @@ def _rates(times: Times, shape: Shape) -> str:
 
 
 def describe(model: nn.Module, measured: Measured | None) -> tuple[str, ...]:
-    """Which kernels serve which shapes, and how fast each kind was: one line for each shape."""
+    """Describe which kernels serve which shapes, and how fast each kind was: one line for each shape."""
     lines: dict[str, None] = {}
     for layer in model.modules():
         forward = layer.__dict__.get("forward")

@@ -53,7 +53,7 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 # and from where on `auto` does without it. Between them lies what varies from one measurement to the next; beyond the second
 # are processors whose own units the compiled kernels do not use (AMX).
 _WORTH_SAYING, _MOST_LOST = 0.03, 0.6
-# What a forward pass raises where a model and this engine do not fit.
+# Errors that a forward pass raises where a model and this engine do not fit.
 FORWARD_ERRORS = (TypeError, AttributeError, RuntimeError, ValueError, LookupError, ArithmeticError, AssertionError)
 
 

@@ -172,7 +172,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """Which part of a prompt was a prefix cache hit, from where, and why the rest was not.
+    """The part of a prompt that was a prefix cache hit, its source, and why the rest was not.
 
     Attributes:
         prompt_tokens: length of the prompt.

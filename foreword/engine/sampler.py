@@ -35,7 +35,7 @@ _BLOCK: Final = 32
 # Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
 _MIN_TEMPERATURE: Final = 1e-6
 _MASK: Final = (1 << 64) - 1
-# What rounding may take from a chord, of which the compiled kernels keep fewer bits.
+# The share of a chord that rounding may take, of which the compiled kernels keep fewer bits.
 _ROUNDING: Final = 2.0**-15
 _RANDOM_BITS: Final = blake2b(digest_size=8, person=b"foreword-sample")
 

@@ -1,4 +1,4 @@
-"""Which tokens the next step computes: continuous batching, chunked prefill, preemption. Pure: no torch, no I/O.
+"""The scheduler chooses the tokens of the next step: continuous batching, chunked prefill, preemption. Pure: no torch, no I/O.
 
 A sequence is in one of these states:
 

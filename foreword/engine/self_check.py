@@ -128,7 +128,7 @@ log = logging.getLogger(__name__)
 
 # Relative error of logits that rounding explains; a wrong computation gives an error of about 1.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-# Of the self-check: tokens times parameters, a few seconds.
+# Work of the self-check: tokens times parameters, a few seconds.
 _CHECK_WORK = 10**11
 _CHECK_WORK_GPU = 10**14
 

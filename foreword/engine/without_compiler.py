@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 _COMPILER = "torch._dynamo"
-# What torch asks of sizes, answered for numbers: none of them is a symbol.
+# Questions that torch asks of sizes, answered for numbers: none of them is a symbol.
 _OF_NUMBERS: dict[str, dict[str, Any]] = {
     "sympy": {"Basic": type("Symbol", (), {})},
     "torch.fx.experimental.symbolic_shapes": {

@@ -218,7 +218,7 @@ def build_engine(
     named = _models_with_names(stores, keys)
     loaded = models.load_model(config, progress, named=named)
     if readable or any(parse(url).reach is Reach.INSTANCE for url in stores.urls):
-        # What other instances read and write has all layers in a block.
+        # Blocks that other instances read and write have all layers in a block.
         loaded = replace(loaded, layers=loaded.layers.merged())
     tokenizer = Tokenizer.load(loaded.source, loaded.end_tokens, trust_remote_code=config.trust_remote_code)
     if config.self_check:

@@ -20,7 +20,7 @@ from foreword.errors import ModelUnsupported
 from foreword.integrations.tensor_files import file_digest, tensors_of
 from foreword.model_content import TensorContent, digest_of_tensors
 
-# What each load format of vLLM and SGLang reads of a folder: the first pattern that has files. Other formats, also those of
+# Files that each load format of vLLM and SGLang reads: the first pattern that has files. Other formats, also those of
 # plug-ins, may read anything.
 _HF: Final = ("*.safetensors", "*.bin", "*.pt")
 _PATTERNS: Final[Mapping[str, tuple[str, ...]]] = {

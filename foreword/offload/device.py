@@ -126,7 +126,7 @@ class Plane:
     frame_strides: tuple[int, ...]
 
     def numbers(self, word: int) -> list[int]:
-        """As the kernel reads it, in smaller words."""
+        """The plan as the kernel reads it, in smaller words."""
         axes = [*zip(self.sizes, self.strides, self.frame_strides, strict=True), (self.word // word, word, word)]
         padded = [(1, 0, 0)] * (_AXES - len(axes)) + axes
         return [self.address, self.offset, *self.unit_strides, *(number for axis in padded for number in axis)]

@@ -75,7 +75,7 @@ class DeviceChecksums:
         self._launch(frames, slots, payload, None, None)
 
     def check(self, frames: Tensor, slots: Tensor, payload: int, heads: Tensor, found: Tensor | None = None) -> Tensor:
-        """Which frames are intact, raw and the wanted ones: int32 on the device, 1 or 0 for each slot, on the current stream.
+        """Tell which frames are intact, raw and wanted: int32 on the device, 1 or 0 for each slot, on the current stream.
 
         Args:
             heads: what `heads` gives for the wanted names, on the device.

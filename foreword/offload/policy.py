@@ -146,7 +146,7 @@ class LoadCosts:
         fixed = {place: self.fixed.value(place, per_token) for place in tiers}
         seconds = {(group, place): self._seconds(group, place, rates) for group in range(len(sizes)) for place in fixed}
         if found.step:
-            # Of blocks in a row in the same tier either all are worth loading or none.
+            # Blocks in a row in the same tier are all worth loading, or none is.
             end, loading, least = held, 0.0, 0.0
             first = found.position // found.step - len(found.places)
             for place, run in itertools.groupby(list(found.places.values())[held // found.step - first :]):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foreword.store.tier_threads import TierCall
     from foreword.store.tiered import TieredStore
 
-# Of a tier's memory: reads at once fill so much, or one block. A store that hangs keeps no more from other blocks.
+# The share of a tier's memory that reads at once fill, or one block. A store that hangs keeps no more from other blocks.
 _SHARE: Final = 0.25
 
 

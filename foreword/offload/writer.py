@@ -395,7 +395,7 @@ class WriteBehind:
         """The batch's frames. The first tier that writes the batch adds headers and checksums, or reads what was postponed."""
         if batch.lent is not None:
             return batch.lent
-        # Of two tiers that took the batch at once the second waits for the first. A sealed slot does not change any more.
+        # The second of two tiers that took the batch at once waits for the first. A sealed slot does not change any more.
         with batch.lock:
             if batch.postponed:
                 self._read_again(batch)

@@ -172,7 +172,7 @@ class Receipt:
     def followed_by(self, later: Receipt) -> Receipt:
         """The receipt of all erasures so far, after a repetition where this one was open."""
         again = {one.tier for one in later.places}
-        # What was being written is in the tiers since, or is in the later receipt.
+        # Blocks that were being written are in the tiers since, or is in the later receipt.
         kept = [one for one in self.places if one.tier not in again and one.outcome is not PlaceOutcome.QUEUED]
         before = {(one.tier, one.place): one.removed for one in self.places}
         places = [replace(one, removed=one.removed + before.get((one.tier, one.place), 0)) for one in later.places]
@@ -181,8 +181,8 @@ class Receipt:
         return replace(later, places=[*kept, *places], records=records, keys=keys)
 
     def plain(self, secret: str | None = None) -> dict[str, object]:
-        """As a JSON object, what is open first, with a signature if there is a secret: BLAKE2b of the canonical JSON without
-        the signature."""
+        """The receipt as a JSON object, open erasures first, with a signature if there is a secret: BLAKE2b of the canonical
+        JSON without the signature."""
         plain: dict[str, object] = {
             "what": self.what,
             "complete": self.complete,
@@ -261,7 +261,7 @@ def forget_tenant(store: TieredStore, salt: Salt, *others: Salt, keys: TenantKey
     """
     salts = (salt, *others)
     first = destroy_keys(keys, (one.prefix for one in salts))
-    # What all generations of a tenant begin with: this process may not know the key store that has them.
+    # The bytes that all generations of a tenant begin with: this process may not know the key store that has them.
     prefixes = dict.fromkeys(one[: len(one) - GENERATION_BYTES * (len(one) == TENANT_BYTES)] for one in first.prefixes)
     return first.noted(erase_prefixes(store, [*prefixes], described(salts)))
 
@@ -274,7 +274,7 @@ def erase_prefixes(
     queued: int = 0,
     only: Collection[str] | None = None,
 ) -> Receipt:
-    """As `forget_tenant`, given the first bytes of the chains' roots.
+    """Erase as `forget_tenant` does, given the first bytes of the chains' roots.
 
     Args:
         queued: blocks that an engine is still writing to its tiers.

@@ -1,4 +1,4 @@
-"""Which blocks are public, read from the records that instances share."""
+"""Public blocks, read from the records that instances share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCAN_SECONDS: Final = 2.0
 
 
 class PublicRecords:
-    """Which blocks are public, for a process that reads that from the records of its stores every two seconds.
+    """Public blocks, for a process that reads them from the records of its stores every two seconds.
 
     Attributes:
         blocks: what is known so far.

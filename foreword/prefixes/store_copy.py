@@ -190,7 +190,7 @@ class _PatientTier:
         return self.ask(lambda: self.store.get_record(key, deadline=self.soon()))
 
     def present(self, before: Sequence[Name], names: Sequence[Name]) -> list[bool]:
-        """Which blocks the store has. `before`: those before them in their chain, which a store may need to find them."""
+        """Tell which blocks the store has. `before`: those before them in their chain, which a store may need to find them."""
         self.store.note_chain(before, names)
         return self.ask(lambda: self.store.present(names, deadline=self.soon()))
 

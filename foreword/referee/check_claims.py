@@ -79,7 +79,7 @@ _LONG: Final = frozenset(
         *(f"crossed.updated.{name}" for name in _UPDATED[1:]),
     )
 )
-# What the embedded engine's worker can be asked for.
+# Claims that the embedded engine's worker can be asked for.
 _ENGINE_CLAIMS: Final = tuple(name for name in _CLAIMS if name.startswith(("reuse.", "fault.", "identity.salt")))
 
 

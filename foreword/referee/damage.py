@@ -11,7 +11,7 @@ from typing import Final
 # Rare enough to leave most of the short headers in a store's files whole: what notices a damaged header proves little.
 _EVERY: Final = 1532
 _PART: Final = 1 << 20
-# Of a file, the part with names and sizes: a reader that fails there has noticed something else than wrong keys and values.
+# The part of a file with names and sizes: a reader that fails there has noticed something else than wrong keys and values.
 _HEAD: Final = 4096
 
 

@@ -22,7 +22,7 @@ WORKER = HERE / "worker.py"
 START = 300.0
 _ANSWER = 900.0
 
-# What a vLLM imports until it has answered a first prompt; those that exist.
+# Modules that a vLLM imports until it has answered a first prompt; those that exist.
 VLLM_MODULES = (
     "vllm",
     "vllm.entrypoints.llm",
@@ -35,7 +35,7 @@ VLLM_MODULES = (
     "vllm.model_executor.models.llama",
     "vllm.lora.request",
 )
-# What it reads then.
+# Variables that it reads then.
 VLLM_VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",

@@ -49,7 +49,7 @@ def scheduled(how: str, text: str, *, chunks: bool = True, copies: int = 1, coun
         worker.forget()
         found = session.store(worker, asked, new_tokens=_NEW)
         evidence.must_reuse(found, "on what was stored", reference)
-        # What decoding has filled: the next turn contains the answer.
+        # Blocks that decoding has filled: the next turn contains the answer.
         prompts = asked[: len(draw.lengths)]
         turns = [[*prompt, *one["tokens"], 1] for prompt, one in zip(prompts, reference, strict=False)]
         found = worker.ask_all(turns)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from foreword.referee.models import KINDS
 from foreword.referee.session import Check, Evidence, RandomPrompts, Session, arguments
 
-# Of the tokens that an equal server finds.
+# The least share of the tokens that an equal server finds.
 _SHARE: Final = 0.95
 
 
@@ -145,7 +145,7 @@ PAIRS: Final = (
     Pair("attention-scale", True, "Gemma 3", _override(query_pre_attn_scalar=64)),
     Pair("keys", True, "Falcon-H1", _override(key_multiplier=0.5)),
     Pair("residual", True, "Granite 4", _override(residual_multiplier=0.5)),
-    # What changes no KV
+    # Options that change no KV
     Pair("same", False, "Llama", _SAME, standard=True),
     Pair("name", False, "Llama", {"served_model_name": "another"}),
     Pair("folder", False, "Llama", {"folder": True}),

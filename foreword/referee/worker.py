@@ -105,7 +105,7 @@ class VllmEngine:
         engine = self._llm.llm_engine
         done: dict[str, Any] = {}
         names = [self._add(prompt, params) for prompt in prompts]
-        # Of prompts of 400 tokens, one is computed then, and another one half, whichever come first.
+        # One prompt of 400 tokens is computed then, and another one half, whichever come first.
         while (
             how != "steps"
             and engine.has_unfinished_requests()
@@ -391,7 +391,7 @@ def _answer_plainly() -> None:
 
 def serve(start: Callable[[dict[str, Any]], Any]) -> None:
     """Answer line after line until the end. `start` makes the engine from the first line."""
-    # What libraries print to standard output is not for the driver.
+    # Lines that libraries print to standard output is not for the driver.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

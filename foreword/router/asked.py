@@ -18,7 +18,7 @@ from foreword.router.replica_body import ROUTER_FIELDS
 
 # Smaller fields are compared without white space and the order of their keys, larger ones as they are written.
 _MOST_REWRITTEN: Final = 64 << 10
-# Of a shorter prompt too little is left at its start to tell it from others.
+# A shorter prompt has too little left at its start to tell it from others.
 _LEAST_START: Final = 512
 # The prompt, in the order in which templates render it.
 _PROMPT: Final = ("system", "instructions", "messages", "prompt", "input")

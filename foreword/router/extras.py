@@ -319,7 +319,7 @@ def extras_for(setting: str) -> RouterExtras:
 
 
 def extras_of(config: Config) -> RouterExtras | None:
-    """As `installed_extras`. Raises ConfigError for a setting that is not its default and needs them where they are missing."""
+    """Return the extras. Raises ConfigError for a setting that is not its default and needs them where they are missing."""
     for section in (config.router, config.server):
         for one in fields(section):
             if one.name in _SETTINGS and getattr(section, one.name) not in (one.default, 0):

@@ -65,7 +65,7 @@ def prompt_parts(request: GenerateRequest) -> Iterator[bytes]:
 
 
 def _messages(request: GenerateRequest) -> list[bytes]:
-    """As they came; of other dialects, as they were read."""
+    """The messages as they came; of other dialects, as they were read."""
     raw = request.body.only("messages").get("messages") if request.dialect == "chat" else None
     if raw is not None:
         try:

@@ -54,7 +54,7 @@ _CHECKED: Final = 16
 _CACHED_TOKENS: Final = 8_000_000
 # Shorter prompts are tokenized on the event loop: it takes less than a millisecond, and a thread would cost as much again.
 _INLINE_BYTES: Final = 2048
-# Of a chat, what a replica needs to render it.
+# Fields of a chat that a replica needs to render it.
 _CHAT_FIELDS: Final = (
     "messages", "tools", "documents", "chat_template", "chat_template_kwargs", "add_special_tokens", "continue_final_message",
 )  # fmt: skip
@@ -65,7 +65,7 @@ _MAX_HELD_BACK: Final = 64
 # Replicas asked to tokenize one prompt: the second if the first has not answered after this time.
 _MAX_ASKED: Final = 2
 _HEDGE_SECONDS: Final = 0.02
-# Of a text of which nothing is known.
+# Tokens per byte of an unknown text.
 _BYTES_PER_TOKEN: Final = 4
 _NO_SALT: Final = Salt()
 _AS_IS: Final = Order()

@@ -62,7 +62,7 @@ _CLOSING_SECONDS: Final = 1.0
 TOKEN_BYTES: Final = 4
 # Only the request can cause these. Others may be a replica's own: a key, a path or a model that it does not know.
 _ABOUT_REQUEST: Final = (400, 413, 415, 422)
-# Of these another replica is always asked: what is said of one client's key is not true of another's.
+# Another replica is always asked after these: what is said of one client's key is not true of another's.
 _ABOUT_KEY: Final = (401, 403)
 # Codes of errors that replicas may rightly disagree about.
 _DIFFERS: Final = frozenset((UnknownPrefix.code, PromptTooLong.code))

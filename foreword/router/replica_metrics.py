@@ -14,7 +14,7 @@ _LINE: Final = re.compile(
     r"|foreword:model_info|vllm:foreword_model_info|process_start_time_seconds)(\{.*\})?\s+(\S+)$",
     re.MULTILINE,
 )
-# Of Foreword's servers, and of vLLM servers with Foreword's connector.
+# Metrics of Foreword's servers, and of vLLM servers with Foreword's connector.
 _MODEL_INFO: Final = ("foreword:model_info", "vllm:foreword_model_info")
 _CONNECTOR: Final = "vllm:foreword_"
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')

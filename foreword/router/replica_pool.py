@@ -251,7 +251,7 @@ class ReplicaPool:
         )
 
     def _held(self, prompt: TokenizedPrompt) -> Mapping[str, int]:
-        """Which replica has a part of the prompt that keys do not tell. Of one that sends events exact keys tell all."""
+        """Find the replica that has a part of the prompt that keys do not tell. Where it sends events, exact keys tell all."""
         states = self.fleet.replicas
         known = {url: tokens for url, tokens in prompt.held.items() if url in states}
         return {url: tokens for url, tokens in known.items() if not (prompt.exact and states[url].sends_events)}

@@ -41,7 +41,7 @@ _LOGPROBS_SECONDS: Final = 10.0
 _LOOKS: Final = 20
 _LOOK_SECONDS: Final = 0.1
 ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
-# What an aiohttp call raises when the server is unreachable or the connection breaks.
+# Errors that an aiohttp call raises when the server is unreachable or the connection breaks.
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 _ROW: Final = 16
 _SAMPLE: Final = 256
@@ -335,7 +335,7 @@ class Upstream:
 
     @property
     def weights(self) -> str | None:
-        """Which weights it serves: a replica with an equal value may continue its responses. None if that is not known."""
+        """The weights that it serves: a replica with an equal value may continue its responses. None if that is not known."""
         return self.info.weights if self.info is not None and not self.unconfirmed else None
 
     @property

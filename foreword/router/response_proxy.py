@@ -95,7 +95,7 @@ class _ResponseProxy:
         self.machine = StreamMachine()
         self.stream = ResponseStream(proxied.request)
         keep_alive = proxied.router.stream_keep_alive
-        # What refers to this object from there would keep each request until the garbage collector comes.
+        # A reference to this object from there would keep each request until the garbage collector comes.
         self.client = EventStream(proxied.call, partial(_head, proxied), keep_alive)
         self._translated = False
         # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
@@ -213,7 +213,7 @@ class _ResponseProxy:
             raise ReplicaFailed(said)
         self._whole, self._error = (response, data), ReplicaFailed(describe_response(response.status, data))
         if self.machine.state is StreamState.ASKED:
-            # What is no answer for any client fails the attempt.
+            # An answer that is none for any client fails the attempt.
             answer = proxied.respond(attempt, response, data)
             explained = self.stream.holds_end
             self._answer = await _with_report(answer, proxied.counts, proxied.miss) if explained else answer
@@ -446,7 +446,7 @@ class _ResponseProxy:
         proxied, upstream, stamp = self.proxied, attempt.upstream, self.stream.stamp
         weights = proxied.weights
         if weights is None and upstream.kind == "foreword" and stamp is not None:
-            # What the response says was true when it began, whatever the replica serves now.
+            # The response's stamp was true when it began, whatever the replica serves now.
             known = [attempt.weights, *(one.weights for one in proxied.pool.upstreams.values())]
             weights = next((one for one in known if one is not None and stamp_of(one) == stamp), None)
         elif weights is None and upstream.weights == attempt.weights:

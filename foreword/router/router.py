@@ -134,7 +134,7 @@ class Router:
         self.unknown_fields = config.server.unknown_fields
         self.order = order_for(config.server)
         self.stream_keep_alive = config.server.stream_keep_alive
-        # Of each request to a replica, beside the client's.
+        # Headers of each request to a replica, beside the client's.
         self.asked_headers = {
             "content-type": "application/json",
             "accept-encoding": "identity",
@@ -188,7 +188,7 @@ class Router:
         self._probe_session = self._client_session()
         headers = self.auth.probe_headers()
         self.probe = ReplicaProbe(self.config, self._probe_session, headers)
-        # Of what another connection says, nothing follows for a new one; nor for a retry, which would wait on it once more.
+        # A new connection is not judged by another one; nor is a retry, which would wait on it once more.
         self.fresh_session = self._client_session(read_bufsize=1 << 18, fresh=True)
         self._fresh_probe = ReplicaProbe(self.config, self.fresh_session, headers)
         self.prompts = PromptTokenizer(self._probe_session, headers, self.config.tokenize_timeout)
@@ -467,7 +467,7 @@ class Router:
         """Probe a replica, and ask it what it serves if that is not known. Whether to do it again at once, because the router's
         event loop stalled."""
         now, was_open = clock(), upstream.breaker.state == "open"
-        # What has died must answer new connections.
+        # A replica that has died must answer new connections.
         result = await (self._fresh_probe if upstream.dead else self.probe).health(upstream)
         if result.timed_out and await self.stalled_since(now):
             watch.stalls += 1

@@ -70,7 +70,7 @@ class StreamAction(StrEnum):
     LEAVE = "end the attempt, whose client has left"
     SEND_REST = "send the end that is missing"
     CLOSE = "end the client's stream"
-    # What follows depends on whether the client has a head.
+    # The next state depends on whether the client has a head.
     GIVE_ANSWER = "give the client the whole answer"
     GIVE_ERROR = "give the client the error"
     SEND_ANSWER = "send the answer's error as an event"

@@ -144,7 +144,7 @@ class Ask:
 
     @property
     def _keys(self) -> list[bytes]:
-        # What was served is innocent: the start of a common system prompt, for one.
+        # A served prefix is innocent: the start of a common system prompt, for one.
         return [one for one in self._asked if one is not None and not self._suspects.was_served(one)]
 
     def _known(self) -> list[_Suspicion]:

@@ -84,7 +84,7 @@ def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
     pool = router.pool_of(upstream)
     replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
     waiting = list(replica.load.waiting) if replica is not None else []
-    # Of a replica that was never used, costs are assumed.
+    # Costs of a replica that was never used are assumed.
     learned = replica is not None and math.isfinite(replica.learned_at) and replica.cost_model.prefill_measured
     prefill = replica.cost_model.costs.prefill if replica is not None and learned else None
     return {

@@ -75,7 +75,7 @@ def _describe(shared: SharedPrefixes, fleet: Fleet, order: Collection[str], grou
 
 
 def _holders(fleet: Fleet, ends: Iterable[bytes]) -> tuple[dict[str, CacheTier], bool]:
-    """Which replicas are known to hold one of these blocks, and in which tier; whether a shared store does."""
+    """Tell which replicas hold one of these blocks, and in which tier; whether a shared store does."""
     found, shared = dict[str, CacheTier](), False
     for key in ends:
         held = fleet.directory.lookup([key])

@@ -56,7 +56,7 @@ _MAX_PENDING: Final = 16
 _MAX_BODY: Final = 1 << 20
 _IDLE_SECONDS: Final = 0.25
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=120.0)
-# What determines the prompt; the rest of a body, such as retentions and sampling, is left out.
+# The fields that determine the prompt; the rest of a body, such as retentions and sampling, is left out.
 _PROMPT_FIELDS: Final = (
     "model", "messages", "prompt", "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort", "prefix",
@@ -287,7 +287,7 @@ class ReplicaAudit(Audit):
         """Never use again what the tenant has cached, on any replica, and report it."""
         salt = Salt.of(hit.tenant.salt, hit.cache_salt)
         self._salts.change(salt)
-        # What else waits of it was computed with the KV that is not used any more: it would be found wrong again.
+        # The tenant's other entries were computed with the KV that is not used any more: it would be found wrong again.
         kept = [one for one in self._pending if one is hit or Salt.of(one.tenant.salt, one.cache_salt) != salt]
         self._pending = deque(kept)
         url, prompt = hit.upstream.url, msgspec.json.encode(hit.body)

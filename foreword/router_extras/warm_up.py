@@ -31,12 +31,12 @@ from foreword.router.router_metrics import RouterMetrics
 logger = logging.getLogger(__name__)
 
 _PATH: Final = "/v1/cache/prefetch"
-# Of the prompts that are kept: number, all tokens (at most 36 bytes each), and tokens of one.
+# Prompts that are kept: their number, all tokens (at most 36 bytes each), and tokens of one.
 _MAX_PROMPTS: Final = 1024
 _MAX_TOKENS: Final = 1 << 20
 _MAX_LENGTH: Final = 1 << 16
 _MAX_PREFIXES: Final = 64
-# Of the replica's KV memory, what is filled. The rest is for the first requests.
+# The part of the replica's KV memory that is filled. The rest is for the first requests.
 _SHARE: Final = 0.5
 _UNKNOWN_CAPACITY: Final = 1 << 15
 _UNKNOWN_BLOCK: Final = 16

@@ -73,7 +73,7 @@ class CostKinds:
             if near is None:
                 near = _Kind(CostModel(DEFAULT_COSTS.slower(measured.ratio(DEFAULT_COSTS))))
             else:
-                # What the first kind learns of long prompts holds for the others too, but for their speed.
+                # The first kind's lessons from long prompts hold for the others too, but for their speed.
                 first = known[0].model
                 near = _Kind(CostModel(None, first, measured.ratio(first.costs)))
             known.append(near)

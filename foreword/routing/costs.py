@@ -38,8 +38,8 @@ _MIN_FIT_SAMPLES: Final = 24
 # Weight of the prior costs, in samples.
 _PRIOR_SAMPLES: Final = 2
 _MIN_SLOPE: Final = 1e-12
-# Of the prior cost of a prompt token. Where TTFTs do not grow with the prompt (a slow network, a busy proxy), a token costs at
-# least this: else a hit would be worth nothing, and the prices of all candidates would be equal.
+# The least part of the prior cost of a prompt token. Where TTFTs do not grow with the prompt (a slow network, a busy
+# proxy), a token costs at least this: else a hit would be worth nothing, and the prices of all candidates would be equal.
 _MIN_PREFILL: Final = 1 / 64
 _MIN_PAIR_SLOPE: Final = 1e-11
 # Shorter prompts do not show the cost of a token; a smaller spread of contexts does not show the cost of attention.

@@ -1,4 +1,4 @@
-"""Which replica holds which block, and in which tier. A bounded table, kept up to date by KV events. Pure: no I/O.
+"""The replicas that hold each block, and in which tier. A bounded table, kept up to date by KV events. Pure: no I/O.
 
 A wrong entry costs time and never correctness: a replica that lacks the block recomputes it. So the table may forget
 anything. It is a set-associative cache: the block's key selects a bucket, and a bucket is one `bytearray` of 12-byte records.
@@ -36,7 +36,7 @@ from foreword.blocks.public_blocks import PublicBlocks
 from foreword.errors import ConfigError
 from foreword.newest import Newest
 
-# Of estimates: bounds and steps of the factor that corrects them.
+# Estimates: bounds and steps of the factor that corrects them.
 _MIN_FACTOR: Final = 1 / 16
 _SHRINK: Final = 0.95
 _GROW: Final = 1.01
@@ -247,7 +247,7 @@ class Directory:
     # Lookups
 
     def lookup(self, keys: Sequence[bytes]) -> Holdings:
-        """Which replicas hold how many leading blocks of a chain."""
+        """Find which replicas hold how many leading blocks of a chain."""
         runs = self._runs(keys)
         if not runs:
             return Holdings({})

@@ -53,7 +53,7 @@ class DisaggregationPolicy:
         if alone.estimate is None:
             return _with_estimates(policy.choose(query, prefill, home), alone)
         weights = next(one.weights for one in decode if one.name == alone.replica)
-        # Of unknown weights nothing is known to be the same.
+        # Unknown weights are never known to be the same.
         prefill = [one for one in prefill if one.weights == weights is not None]
         decode = [one for one in decode if one.weights == weights]
         if not prefill:

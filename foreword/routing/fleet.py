@@ -94,7 +94,7 @@ class ReplicaState:
     weights: str | None = ""
 
     def key_space(self, query: PlacementQuery) -> KeySpace:
-        """Which of the query's keys are for it."""
+        """The key space of the query that is for it."""
         return self.weights or "", self.block_size or query.block_size
 
     def is_stale(self, now: float) -> bool:
@@ -220,7 +220,7 @@ class Fleet:
         self._requests: dict[str, PlacedRequest] = {}
         self._weights: Counter[str | None] = Counter()
         self._shortlist = Shortlist()
-        # Of recent requests, on average: tokens of the output, seconds to the first token and to the last one.
+        # Averages of recent requests: tokens of the output, seconds to the first token and to the last one.
         self._output, self._ttft, self._end_to_end = USUAL_OUTPUT, USUAL_SHARE, 1.0
         # Requests that went to the shortest queue lately and their prefill seconds, decayed by their age.
         self._came, self._came_work, self._came_at = 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Which replica served a session's last request, and with which weights. Bounded, with a time to live. Pure."""
+"""The replica of each session's last request, and its weights. Bounded, with a time to live. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas of a large fleet are worth pricing for a request: those that hold its prefix, and the least loaded ones. Pure.
+"""Replicas of a large fleet that are worth pricing for a request: those that hold its prefix, and the least loaded ones. Pure.
 
 Pricing every replica takes time that grows with the fleet. A shortlist has a bounded number of replicas, found in orders that
 are updated when the load of a replica changes:
@@ -22,7 +22,7 @@ MAX_PRICED: Final = 16
 # From this size on the prefixes of prompts are noted, so that a growing fleet knows them.
 _MIN_NOTED: Final = 4
 _HOLDERS: Final = 4
-# Of each order, divided among the groups.
+# Replicas of each order, divided among the groups.
 _LEAST_LOADED: Final = 8
 _MIN_PER_GROUP: Final = 2
 # A prefix is known at these numbers of blocks: each is about a fifth more than the one before.

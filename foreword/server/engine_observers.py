@@ -109,7 +109,7 @@ class EngineTraces:
     def notify(self, event: Event) -> None:
         if not isinstance(event, (PrefixLookup, FirstToken)) or (times := self._times.get(event.request_id)) is None:
             return
-        # Of the sequences of a prompt, the first one counts.
+        # The first of a prompt's sequences counts.
         if isinstance(event, FirstToken):
             times.first = times.first or time.monotonic()
         elif times.admitted is None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PromptDelta = tuple[int, Delta]
-# What `/openapi.json` shows.
+# Descriptions that `/openapi.json` shows.
 _DESCRIPTIONS = {
     "chat": "Answer a conversation, as OpenAI's chat completions.",
     "completions": "Continue one or more prompts.",

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 _KEPT_MESSAGES: Final = 10_000
 # Limit for the memory of all kept messages, about 5 bytes per token id.
 _KEPT_BYTES: Final = 64 << 20
-# Of the snapshot, each place of a block counted: about 450 bytes per block of 16 tokens.
+# Blocks of the snapshot, each of their places counted: about 450 bytes per block of 16 tokens.
 _SNAPSHOT_BLOCKS: Final = 1 << 16
 
 _Message: Any = tuple[float, list[BlockStored | BlockRemoved], int]

@@ -176,7 +176,7 @@ def _worst(objective: Objective, runs: Sequence[Summary]) -> float:
     return max(objective.value(one) for one in runs)
 
 
-# Of a process that simulates for another one.
+# The trace of a process that simulates for another one.
 _shared_trace: Sequence[TraceRequest] = ()
 
 

@@ -30,7 +30,7 @@ from foreword.store.frame import Frame, Header, UnreadBlock
 
 Name = bytes
 
-# What `Store.get` returns for a block that it did not read, in place of a length.
+# Values that `Store.get` returns for a block that it did not read, in place of a length.
 MISSING: Final = 0
 BAD: Final = -1  # something is stored under the name, but it cannot be a frame: empty, too long, a pipe
 FAILED: Final = -2  # the store could not tell in time: a node that does not answer, an error, the deadline

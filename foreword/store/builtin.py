@@ -32,7 +32,7 @@ from foreword.store.types import (
 _MEMORY_SIZE: Final = 4 << 30
 _DISK_SIZE: Final = 64 << 30
 _PIECES_OF_DEVICE: Final = "8MiB"
-# What is in the folder of a store: of these names, or named after a layout.
+# Entries in the folder of a store: of these names, or named after a layout.
 _STORE_ENTRIES: Final = ("index.sqlite", "lock", "records")
 _LAYOUT: Final = re.compile(r"[0-9a-f]{32}")
 

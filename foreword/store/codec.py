@@ -152,7 +152,7 @@ class CodedStore(FormChanger):
         self._scratch = _Scratch(max(layout.block_bytes for layout in layouts))
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        """As `Store.get`. The content of a buffer is undefined where no length is returned."""
+        """Read as `Store.get`. The content of a buffer is undefined where no length is returned."""
         lengths = self.inner.get(names, buffers, deadline=deadline)
         return [
             self._decoded(name, buffer, length, deadline) if length > 0 else length

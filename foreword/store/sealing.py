@@ -242,7 +242,7 @@ class SealedStore(FormChanger):
     # Records
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
-        """As in the contract. Raises StoreReadOnly for a record of a tenant whose data keys were destroyed, and StoreTimeout if
+        """Store a record. Raises StoreReadOnly for a record of a tenant whose data keys were destroyed, and StoreTimeout if
         they were not found by the deadline."""
         nonce = os.urandom(NONCE_BYTES)
         if self._keys.data is None:

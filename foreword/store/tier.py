@@ -48,7 +48,7 @@ from foreword.store.tier_threads import CircuitBreaker, TierCall, TierThreads
 log = logging.getLogger("foreword.store")
 
 Result = TypeVar("Result")
-# What became of a block: a verified frame, the reason why it is damaged, or MISSING, FAILED, UNREADABLE or FOREIGN.
+# The outcome of a read of a block: a verified frame, the reason why it is damaged, or MISSING, FAILED, UNREADABLE or FOREIGN.
 Outcome = Frame | str | int
 # Called with the positions of blocks whose buffers a store may still write into, and the call that does.
 OnLate = Callable[[Sequence[int], TierCall[list[Outcome]]], None]
@@ -539,7 +539,7 @@ class StoreTier:
     # Writing
 
     def admits(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
-        """Which of these blocks, in chain order, are to be written. Those that are used again were offered before."""
+        """Choose the blocks, in chain order, that are to be written. Those that are used again were offered before."""
         return [not use.again] * len(headers)
 
     def takes_again(self, name: Name) -> bool:

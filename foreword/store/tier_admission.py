@@ -80,7 +80,7 @@ class TierAdmission:
         return bool(self._known(hash(name)))
 
     def choose(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
-        """Which of these blocks, in chain order, the tier takes."""
+        """Choose the blocks, in chain order, that the tier takes."""
         refused: set[int] = set()
         return [self._admits(header, use, refused) for header in headers]
 
@@ -89,7 +89,7 @@ class TierAdmission:
         known = self._known(key)
         if known and use.again:  # the tier has got it already
             return False
-        # Of a chain that is used again, blocks between the given ones have left a window: they are not needed.
+        # Blocks between the given ones of a chain that is used again have left a window: they are not needed.
         behind_gap = parent in refused or (not use.again and self._known(parent) is False)
         reason = self._reason(header, use, seen=known is not None) or ("gap" if behind_gap else self._over_rate(header))
         self._remember(key, not reason)

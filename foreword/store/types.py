@@ -40,7 +40,7 @@ class Reach(Enum):
 
     @property
     def locality(self) -> str:
-        """As events name it."""
+        """The place, as events name it."""
         return "LOCAL" if self in (Reach.PROCESS, Reach.HOST) else "REMOTE"
 
 

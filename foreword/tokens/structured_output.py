@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-# Of a JSON schema, regular expression or grammar: characters, and levels of objects and arrays below the outermost.
+# Limits of a JSON schema, regular expression or grammar: characters, and levels of objects and arrays below the outermost.
 MAX_FORMAT_CHARACTERS = 128 * 1024
 MAX_FORMAT_DEPTH = 48
 MAX_CHOICES = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Of alternatives that are reported of a token.
+# The most alternatives that are reported of a token.
 MAX_LOGPROBS = 20
 
 

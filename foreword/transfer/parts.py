@@ -74,7 +74,7 @@ def _layers_within(layout: Layout, layer: int, stop: int, blocks: int, target: i
 
 
 class ReceivedParts:
-    """Which KV of a sequence has arrived, and the key of each block.
+    """The KV of a sequence that has arrived, and the key of each block.
 
     Args:
         keys: of the full blocks that the transfer's opening named.

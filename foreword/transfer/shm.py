@@ -48,7 +48,7 @@ def aligned(length: int) -> int:
 
 
 class RingAllocator:
-    """Which bytes of a ring are allocated. Pieces are allocated here and released up to a position by the other side.
+    """The bytes of a ring that are allocated. Pieces are allocated here and released up to a position by the other side.
 
     The ring wraps as soon as its start is free, not only when its end is reached. While the receiver keeps up, only the first
     megabytes are used, and they stay in the processor's cache. Allocated bytes form a few runs, oldest first. A new piece is

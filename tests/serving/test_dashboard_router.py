@@ -284,20 +284,51 @@ def test_closed(routed: Routed, page: Page, tmp_path: Path) -> None:
         page.driver.get("about:blank")
 
 
-class Streaming(ScriptedReplica):
-    """A replica that streams three tokens, after `delay` seconds, or answers 500."""
+class Turns:
+    """A count of a fleet's answers, by which one of its replicas is slow. A time in seconds would stand out less on a loaded
+    machine.
 
-    def __init__(self, loop: Loop, *, delay: float = 0.0, fails: bool = False) -> None:
-        self.delay, self.fails = delay, fails
+    Args:
+        clients: how many ask, one request at a time each.
+    """
+
+    def __init__(self, clients: int) -> None:
+        self._clients = clients
+        self._answered = self._waiting = 0
+        self._changed = asyncio.Condition()
+
+    async def pass_by(self, answers: int) -> None:
+        """Wait until so many others were answered, or until all clients that are left wait here."""
+        async with self._changed:
+            until, self._waiting = self._answered + answers, self._waiting + 1
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: self._answered >= until or self._waiting >= self._clients)
+            self._waiting -= 1
+
+    async def note(self, *, answered: int = 0, left: int = 0) -> None:
+        """Requests were answered, or clients have left."""
+        async with self._changed:
+            self._answered += answered
+            self._clients -= left
+            self._changed.notify_all()
+
+
+class Streaming(ScriptedReplica):
+    """A replica that streams three tokens, once `behind` others of the fleet were answered, or answers 500."""
+
+    def __init__(self, loop: Loop, turns: Turns, *, behind: int = 0, fails: bool = False) -> None:
+        self.turns, self.behind, self.fails, self.asked = turns, behind, fails, 0
         super().__init__(loop)
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post("/v1/completions", self._complete)]
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        self.asked += 1
         if self.fails:
             return web.json_response({"error": {"message": "boom"}}, status=500)
-        await asyncio.sleep(self.delay)
+        if self.behind:
+            await self.turns.pass_by(self.behind)
         usage = {"prompt_tokens": 600, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 400}}
         choices = [
             {"index": 0, "text": "x", "finish_reason": "length" if last else None} for last in (False, False, True)
@@ -305,10 +336,12 @@ class Streaming(ScriptedReplica):
         events = [{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}]
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        for event in events:
-            event = {"id": "c", "object": "text_completion", "model": "m", **event}
-            await response.write(f"data: {json.dumps(event)}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
+        whole = ({"id": "c", "object": "text_completion", "model": "m", **event} for event in events)
+        # In one piece: time between them would be that of the machine's other work.
+        await response.write(
+            "".join(f"data: {json.dumps(event)}\n\n" for event in whole).encode() + b"data: [DONE]\n\n"
+        )
+        await self.turns.note(answered=1)
         return response
 
 
@@ -330,20 +363,27 @@ class Fleet:
 
 @pytest.fixture(scope="module", params=["cost", "round-robin"])
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    loop = Loop()
-    slow, failing = Streaming(loop, delay=1.0), Streaming(loop, fails=True)
-    urls = [slow.url, failing.url, *(Streaming(loop).url for _ in range(58))]
+    clients = 6
+    loop, turns = Loop(), Turns(clients)
+    # The other clients go on meanwhile: an answer of the slow replica takes more than 20 times as long as that of another one.
+    slow, failing = Streaming(loop, turns, behind=120), Streaming(loop, turns, fails=True)
+    urls = [slow.url, failing.url, *(Streaming(loop, turns).url for _ in range(58))]
     with routing(*(part for url in urls for part in ("--replica", url)), "--policy", request.param) as url:
         listed = lambda: http_client.get(f"{url}/v1/router/replicas").json()["data"]  # noqa: E731
         until(lambda: all(one["takes_requests"] for one in listed()), 60)
 
-        def ask(number: int) -> None:
-            prompt = words(f"prefix {number % 4}", 1200) + words(f"number {number}", 60)
-            body = {"model": "m", "prompt": prompt, "max_tokens": 3, "stream": True, "user": str(number)}
-            http_client.post(f"{url}/v1/completions", json=body).raise_for_status()
+        numbers = iter(range(3000))
 
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(ask, range(420)))
+        def ask(_client: int) -> None:
+            # A new prompt goes to any replica: so each is asked, however few requests are under way at once.
+            while (number := next(numbers)) < 420 or failing.asked < 2 or slow.asked < 1:
+                prompt = words(f"prefix {number % 4 if number < 420 else number}", 1200) + words(f"number {number}", 60)
+                body = {"model": "m", "prompt": prompt, "max_tokens": 3, "stream": True, "user": str(number)}
+                http_client.post(f"{url}/v1/completions", json=body).raise_for_status()
+            loop.call(lambda: turns.note(left=1))
+
+        with ThreadPoolExecutor(clients) as pool:
+            list(pool.map(ask, range(clients)))
         yield Fleet(url, slow.url.removeprefix("http://"), failing.url.removeprefix("http://"))
 
 

@@ -148,6 +148,53 @@ def test_the_budget_holds(tmp_path: Path, seed: int) -> None:
         assert {name for batch in store.list_names(deadline=soon()) for name in batch} == listed
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_budget_holds_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The room that files of blocks have, incomplete ones too, is at most `size` and a page for the table of each piece after
+    every call of the system that changes one, while two stores on the folder put, delete and evict. Frames of whole pages
+    are padded by nothing, so there is no other slack."""
+    draw, page = random.Random(seed), 4096
+    size, payload, steps = 40 * 16_384, 16_384 - HEADER_BYTES, itertools.count()
+    most = -size
+
+    def excess() -> int:
+        used = 0
+        for path in tmp_path.glob("?" * 32 + "/" + "?" * 32 + "/*/*"):
+            with suppress(FileNotFoundError):
+                used += path.stat().st_blocks * 512 - page * (path.parent.name == pieces.FOLDER)
+        return used - size
+
+    def watched(module: object, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*given: object, **more: object) -> object:
+            nonlocal most
+            done = real(*given, **more)
+            most = max(most, excess())
+            next(steps)
+            return done
+
+        monkeypatch.setattr(module, name, call)
+
+    monkeypatch.setattr("foreword.store.disk.files.compiled_write", lambda: None)
+    with (
+        closing(DiskStore(tmp_path, size, pieces=draw.choice((100_000, PIECE)))) as one,
+        closing(DiskStore(tmp_path, size, pieces=PIECE)) as two,
+    ):
+        for name in ("write", "writev", "pwrite", "rename", "unlink"):
+            watched(os, name)
+        watched(pieces, "_fallocate")
+        for number in range(24):
+            store, chain = draw.choice((one, two)), make_frames(1000 * seed + number, draw.randrange(1, 24), payload)
+            assert store.put(chain, deadline=soon())
+            if draw.random() < 0.4:
+                draw.choice((one, two)).delete(names_of(draw.sample(chain, 1)), deadline=soon())
+            read(draw.choice((one, two)), chain)
+        monkeypatch.undo()
+        assert next(steps) > 100 and one.status().evictions + two.status().evictions > 20
+        assert -size // 4 < most <= 0 and excess() <= 0
+
+
 def test_an_index_is_made_from_pieces(tmp_path: Path) -> None:
     """Without its index a store finds the blocks of pieces by their tables, also while it makes a new one, and has the same
     blocks and bytes then. A piece that nobody can read is removed, and so is one whose writer was killed."""
@@ -186,7 +233,7 @@ def test_an_erasure_finds_what_no_index_has(tmp_path: Path) -> None:
 _DYING = """
 import os, sys
 from foreword.conformance import make_frames, soon
-from foreword.store.disk import files, pieces
+from foreword.store.disk import pieces
 from foreword.store.disk.disk_store import DiskStore
 
 store = DiskStore(sys.argv[1], 64 << 20, pieces=1 << 20)

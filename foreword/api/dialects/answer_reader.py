@@ -247,7 +247,7 @@ class AnswerChunk(Struct, gc=False):
     prompt_token_ids: list[TokenId] | None = None
     system_fingerprint: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    # Of responses and messages.
+    # Fields of responses and messages.
     type: str | None = None
     output: list[Raw] | None = None
     response: Raw = NO_JSON

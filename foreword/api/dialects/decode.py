@@ -61,7 +61,7 @@ _UNKNOWN: Final = re.compile(r"Object contains unknown field `([^`]*)`")
 _PLACE: Final = re.compile(r" - at (`key` in )?`\$([^`]*)`$")
 _STEP: Final = re.compile(r"\[(\d+)\]|\.([^.\[\]]+)")
 _SHOWN_BYTES: Final = 40
-# Of longer bodies nothing is shown or logged: finding it would take memory.
+# No part of a longer body is shown or logged: finding it would take memory.
 _LOGGED_BYTES: Final = 1 << 20
 
 

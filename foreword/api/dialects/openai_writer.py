@@ -112,7 +112,7 @@ class OpenAIWriter(BaseWriter, ABC):
     def _event(chunk: Mapping[str, Any]) -> bytes:
         return b"data: " + to_json(chunk) + b"\n\n"
 
-    # Of the dialect
+    # The dialect's part
 
     @abstractmethod
     def _opening(self, index: int, prompt: PromptInfo) -> dict[str, Any] | None:

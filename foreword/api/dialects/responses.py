@@ -38,7 +38,7 @@ from foreword.api.dialects.sampling import (
 from foreword.api.request import GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 
 _LOGPROBS: Final = "message.output_text.logprobs"
-# What the client runs. All other tools are the provider's.
+# Tools that the client runs. All other tools are the provider's.
 _TOOL_TYPES: Final = ("function", "custom", "namespace")
 _FREE_TEXT: Final = Raw(b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"]}')
 
@@ -81,7 +81,7 @@ class NamedTool(Struct, omit_defaults=True):
     type: str
     name: str | None = None
     namespace: str | None = None
-    # Of `allowed_tools`.
+    # The fields of `allowed_tools`.
     mode: str | None = None
     tools: list[NamedTool] | None = None
 

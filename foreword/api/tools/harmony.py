@@ -39,7 +39,7 @@ class Harmony(ToolFormat):
     """Analysis is reasoning, a message with a recipient is a call, every other message is text."""
 
     whole_answer = True
-    # What comes before the final message: analysis, and calls.
+    # Channels before the final message: analysis, and calls.
     reasoning = ReasoningSpan(HARMONY_CHANNEL, (HARMONY_CHANNEL + "final", HARMONY_MESSAGE), is_open=True)
     special_tokens = True
 

@@ -1,4 +1,4 @@
-"""Which formats a model writes, and a parser that turns its text into text, reasoning and tool calls while it streams."""
+"""The formats that a model writes, and a parser that turns its text into text, reasoning and tool calls while it streams."""
 
 from __future__ import annotations
 

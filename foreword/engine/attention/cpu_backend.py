@@ -77,7 +77,7 @@ def _pack_tasks(
     """The tasks in memory as the kernel reads them. Each part of a row's result, of `part_keys`, takes `part_floats`."""
     numbers: list[int] = []
     rows: list[int] = []
-    # Of each row the first key of each of its tasks and the parts that it makes.
+    # Each row's tasks: the first key of each, and the parts that it makes.
     parts_of_row: dict[int, list[tuple[int, range]]] = {}
     num_parts = 0
     for task in tasks:
@@ -225,7 +225,7 @@ class CpuAttention:
         self.layers.kernels.write(struct, self._slot_mapping.buffer_info()[0], key, value)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """As `StepAttention.attend`, after `write`."""
+        """Attend as `StepAttention.attend`, after `write`."""
         struct = self.layers.layer(layer, query.shape[1])
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         struct.scale, struct.softcap = params.scale, params.softcap or 0.0

@@ -117,7 +117,7 @@ class TorchAttention:
             cache.index_copy_(0, slots, new if rows is None else new[rows])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """As `StepAttention.attend`, after `write`."""
+        """Attend as `StepAttention.attend`, after `write`."""
         plan = self._plans.get(params.window)
         if plan is None:
             plan = self._plans[params.window] = self._make_plan(params.window)
@@ -197,7 +197,7 @@ class TorchAttention:
         )
 
     def _arrange(self, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[list[int]]]:
-        """Which sequences are attended to one by one, and which in batches of about the same length."""
+        """Choose which sequences are attended to one by one, and which in batches of about the same length."""
         short = [one for one, (low, end) in enumerate(spans) if end - low <= MAX_GATHERED_TOKENS]
         if not self._batches or len(short) < 2:
             return list(range(len(spans))), []

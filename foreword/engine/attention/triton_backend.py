@@ -172,7 +172,7 @@ class TritonAttention:
         )  # fmt: skip
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """As `StepAttention.attend`, after `write`."""
+        """Attend as `StepAttention.attend`, after `write`."""
         paged, step = self._layers[layer], self._step
         query = _dense_last(query)
         out = query.new_empty(query.shape[2], query.shape[1], paged.v.shape[2])

@@ -1,4 +1,4 @@
-"""Which kernel serves which shape, from measured times; and the file that keeps the times. Pure: no torch.
+"""The kernel for each shape, chosen from measured times; and the file that keeps the times. Pure: no torch.
 
 Times are of one thread, per product or attention call, in seconds. They are kept per processor, library versions and
 shapes in the user's cache folder, beside the compiled kernels. The files are safe to delete.
@@ -82,7 +82,7 @@ def choose(times: Times, sizes: Mapping[str, int], room: float = math.inf) -> tu
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """Which attention kernel serves which layer and work. Layers that are not in `served` use the compiled kernels."""
+    """The attention kernel for each layer and kind of work. Layers that are not in `served` use the compiled kernels."""
 
     served: Mapping[int, tuple[str, ...]]
 

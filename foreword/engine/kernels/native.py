@@ -20,7 +20,7 @@ from foreword.compiled_code import CannotBuild
 from foreword.offload import huge_pages
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# Of a packed weight, and of one of 8-bit integers.
+# Bytes of a packed weight, and of one of 8-bit integers.
 _WORD_BYTES = {torch.float32: (4, 1), torch.bfloat16: (4, 2), torch.float16: (2, 1)}
 
 
@@ -147,7 +147,7 @@ class Kernels:
 
     def __init__(self, lib: ctypes.CDLL, name: str) -> None:
         self._lib = lib
-        # What decides the bits of their results: sources, compiler and processor.
+        # The name tells what decides the bits of their results: sources, compiler and processor.
         self.name = name
         pointer, number = c_void_p, c_int64
         tasks, layer = POINTER(AttentionTasks), POINTER(AttentionLayer)
@@ -284,8 +284,8 @@ def _parallel_region() -> c_void_p:
     """The function that opens a parallel region in the OpenMP runtime that torch has loaded (GNU's or LLVM's), so the
     kernels use the same threads. Raises CannotBuild."""
     torch.empty(0)
-    # What is visible everywhere comes first: a preloaded runtime takes the place of torch's. On aarch64 torch's own is visible
-    # to torch's library alone.
+    # Symbols that are visible everywhere come first: a preloaded runtime takes the place of torch's. On aarch64 torch's own is
+    # visible to torch's library alone.
     for name in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         try:
             return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, c_void_p)

@@ -117,7 +117,7 @@ class Constraint:
 
 
 def allowed_tokens(constraints: Sequence[Constraint], vocab_size: int) -> NDArray[np.uint8]:
-    """Which tokens may come next: bits, the lowest of a byte first, `[constraints, bytes]`.
+    """The tokens that may come next: bits, the lowest of a byte first, `[constraints, bytes]`.
 
     One after the other: threads of another pool would wait for those of the model, which spin between its operators.
     """

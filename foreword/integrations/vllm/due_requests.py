@@ -1,4 +1,4 @@
-"""Which requests may fill a block in a step, without a look at the others."""
+"""Requests that may fill a block in a step, found without a look at the others."""
 
 from __future__ import annotations
 

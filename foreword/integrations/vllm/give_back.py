@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
 from foreword.integrations.vllm.step_messages import BlockSave
 
-# Of vLLM's scheduler: what it does with a step's report, and with a request whose load has failed.
+# Steps of vLLM's scheduler: what it does with a step's report, and with a request whose load has failed.
 _STEPS = ("_update_from_kv_xfer_finished", "_handle_failed_recving", "_handle_blocked_waiting_request")
 
 

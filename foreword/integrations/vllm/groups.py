@@ -73,7 +73,7 @@ class ConnectorGroup:
         return [of_layer(attention[size]) for size in sorted(attention)] + sorted(states)
 
     def describe(self, groups: int) -> str:
-        """Which of the model's groups this is: keeps the blocks of groups apart. "" for the only one."""
+        """Name this one of the model's groups: keeps the blocks of groups apart. "" for the only one."""
         if groups == 1 and self.positional:
             return ""
         names = sha256("\x00".join(self.layer_names).encode()).hexdigest()[:16]

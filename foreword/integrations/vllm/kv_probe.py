@@ -214,7 +214,7 @@ def _behind(
     samples: Mapping[str, ProbeSample],
     computed: Callable[[], Mapping[str, ProbeSample]],
 ) -> frozenset[str]:
-    """Which tensors stand behind all KV of this model, by trial: the last norm gets other values, and no KV changes. The head
+    """Tensors that stand behind all KV of this model, by trial: the last norm gets other values, and no KV changes. The head
     is called behind the model, where its weights are not the input embedding's too."""
     if drafts_with_layers(vllm_config):
         return frozenset()
@@ -397,7 +397,7 @@ def resolved_attributes(model: torch.nn.Module, vllm_config: Any) -> dict[str, s
         if _is_behind(module) and module is not inputs:
             continue
         for owner in (module, getattr(module, "impl", None)):
-            # What vLLM wraps around layers for adapters changes nothing without one; requests with one have keys of their own.
+            # Wrappers of vLLM for adapters change nothing without one; requests with one have keys of their own.
             if owner is None or not hasattr(owner, "__dict__") or type(owner).__module__.startswith("vllm.lora."):
                 continue
             if module is not model and (forward := getattr(type(owner), "forward", None)) is not None:

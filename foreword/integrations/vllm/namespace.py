@@ -249,7 +249,7 @@ def layout_words(layouts: Iterable[Layout]) -> dict[str, str]:
     found: dict[str, dict[str, None]] = {name: {} for name in _LAYOUT_WORDS}
     for one in layouts:
         described = one.describe()
-        # Of "0/3 window <digest>" the first two words; the only group has none.
+        # The first two words of "0/3 window <digest>"; the only group has none.
         described["group"] = f"{' '.join(one.group.split()[:2]) or 'the only group'} ({len(one.layers) or 'no'})"
         described["layers"] = ", ".join(f"{count} x {layer}" for layer, count in Counter(one.layers).items())
         for name, values in found.items():
@@ -380,7 +380,7 @@ def resolved_config(model: Any) -> dict[str, str]:
 def _flatten(found: dict[str, str], prefix: str, value: object, *, top: bool = True) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            # Of other objects, such as RoPE's parameters, every key counts.
+            # Every key of other objects, such as RoPE's parameters, counts.
             if key not in IGNORED_KEYS or not (top or is_config(prefix)):
                 _flatten(found, f"{prefix}.{key}", inner, top=False)
     else:

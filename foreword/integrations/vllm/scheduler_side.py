@@ -46,7 +46,7 @@ from foreword.store.types import Reach
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
-# What a load takes however small it is, before one was measured: it needs one more step of vLLM's engine at least.
+# Seconds that a load takes however small it is, before one was measured: it needs one more step of vLLM's engine at least.
 _FIRST_FIXED_SECONDS = 0.005
 # How long vLLM is kept stepping after a save, for KV events, where the write queue is in another process.
 _EVENT_SECONDS = 1.0
@@ -70,7 +70,7 @@ class ForewordConnectorScheduler:
         self._to_load: list[BlockLoad] = []
         self._loading: dict[str, BlockLoad] = {}
         self._load_began: dict[str, float] = {}
-        # Of requests that have ended, where the worker is in another process: their last windows, and their ids. vLLM keeps
+        # Last windows and ids of requests that have ended, where the worker is in another process. vLLM keeps
         # their blocks until a worker has copied them.
         self._last_saves: list[BlockSave] = []
         self._finished: list[str] = []

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-# Of vLLM's workers.
+# Methods of vLLM's workers.
 _CHANGES: Final = frozenset({
     "checkpoint_restore", "elastic_ep_execute", "finish_weight_update", "load_model", "reload_weights", "reset_weights",
     "start_draft_weight_update", "start_weight_update", "update_draft_weights", "update_weights",

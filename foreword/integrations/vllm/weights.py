@@ -1,4 +1,4 @@
-"""Which weights a server computes with: fingerprints of checkpoints and adapters, and versions of weights updated in place.
+"""The weights that a server computes with: fingerprints of checkpoints and adapters, and versions of weights updated in place.
 
 A fingerprint comes from the files: equal in every folder, different after any change.
 """

@@ -11,7 +11,7 @@ from foreword.store.shared_records import RecordKind
 
 
 class EncoderRecord(msgspec.Struct, frozen=True):
-    """Which namespace's encoder outputs are used by servers with the namespace after which the record is named. `model`:
+    """The namespace whose encoder outputs are used by the servers of the namespace after which the record is named. `model`:
     hexadecimal."""
 
     model: str

@@ -12,7 +12,7 @@ from foreword.integrations.vllm.request_identity import salt_of
 from foreword.ledger import UsageLedger
 from foreword.usage import TokenUsage
 
-# Of the ways to end, the HTTP status of those that give no whole answer.
+# The HTTP status of each way to end that gives no whole answer.
 _STATUS: Final = {"FINISHED_ABORTED": 499, "FINISHED_IGNORED": 400, "FINISHED_ERROR": 500}
 
 
@@ -30,7 +30,7 @@ class LedgerNotes:
             self._prefills[request.request_id] = request.prefill_stats
 
     def ended(self, request: Any, tiers: Mapping[str, int], weights: str) -> None:
-        # Of a prompt without an answer, what was computed counts.
+        # The computed part of a prompt without an answer counts.
         prefill = self._prefills.pop(request.request_id, None)
         salt, output = salt_of(request), request.num_output_tokens
         prompt = request.num_prompt_tokens if output else min(request.num_computed_tokens, request.num_prompt_tokens)

@@ -78,7 +78,7 @@ class NewOpenPrefixBody(OpenPrefixBody, kw_only=True):
 
 
 class PrefetchBody(Body, kw_only=True):
-    """As on Foreword's own server. `ttl` and `priority` have no effect: vLLM evicts in its own order."""
+    """A prefetch, as on Foreword's own server. `ttl` and `priority` have no effect: vLLM evicts in its own order."""
 
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None

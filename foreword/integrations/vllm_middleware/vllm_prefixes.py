@@ -129,7 +129,7 @@ class VllmPrefixes(AsyncPrefixes):
             salt = b"" if book.version(prefix.name, salt=b"") else PUBLIC.tenant
             self.later(self.repin(prefix, salt, compute=self._pin_written))
 
-    # What the service asks of vLLM
+    # Questions of the service to vLLM
 
     async def _content_tokens(self, content: Content) -> list[int]:
         """The tokens that every prompt with this prefix starts with. Raises BadRequest with vLLM's message."""

@@ -1,4 +1,4 @@
-"""Which bytes of a row of host memory vLLM writes for a block.
+"""The bytes of a row of host memory that vLLM writes for a block.
 
 A row has room for the largest KV cache group. What vLLM leaves alone has KV of the block that was there before, perhaps of
 another tenant: under the new block's name no erasure would find it.

@@ -292,7 +292,7 @@ class _GatewayExchange:
         self._accounting = Accounting(shared.picker.router, shared.front.begin(self))
         self._call = self._accounting.call
 
-    # What the front asks for
+    # Questions of the front
 
     def arrived(self, limit: int) -> bytes | None:
         """The body never comes with the head."""

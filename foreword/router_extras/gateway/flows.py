@@ -73,8 +73,8 @@ class FlowQueue(FairQueue[Item]):
     def push(
         self, item: Item, tenant: str, cost: float, now: float
     ) -> tuple[QueueEntry[Item], QueueEntry[Item] | None]:
-        """As of `FairQueue`, where `tenant` is a flow. In a full queue, of the tenant with the most entries for its weight the
-        flow with the most loses its newest one."""
+        """Queue an entry as `FairQueue` does, where `tenant` is a flow. In a full queue, of the tenant with the most entries
+        for its weight the flow with the most loses its newest one."""
         displaced = self._displace(tenant, now) if self._length >= self.max_length else None
         name = tenant_of(tenant)
         if name not in self._of:

@@ -15,7 +15,7 @@ from foreword.process_config import RouterConfig
 _OBJECTIVE: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 _FAIRNESS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
 _MODEL: Final = ("x-llm-d-model-name-rewrite", "x-gateway-model-name-rewrite")
-# What is read here is not for replicas.
+# Headers that are read here are not for replicas.
 HEADERS: Final = (*_OBJECTIVE, *_FAIRNESS, *_MODEL)
 
 
@@ -43,7 +43,7 @@ class GatewayHeaders:
 
 
 class GatewaySettings:
-    """Which headers count, and the objectives. Raises ConfigError."""
+    """Headers that count, and the objectives. Raises ConfigError."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._trusted = config.picker_trusts_headers

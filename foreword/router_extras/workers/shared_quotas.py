@@ -126,7 +126,7 @@ class SharedQuotas(Quotas):
 
     @classmethod
     def shared(cls, entries: Iterable[str], memory: SharedMemory) -> SharedQuotas:
-        """As `parse`. Raises ConfigError."""
+        """Parse quotas, as `parse`. Raises ConfigError."""
         found = cls.parse(entries)
         assert isinstance(found, SharedQuotas)
         found.memory = memory

@@ -211,7 +211,7 @@ class DiskStore(Store):
     # Blocks
 
     def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
-        """As in the contract. Where other processes write to the folder, what they have added is looked up in the index once,
+        """Tell from memory, as in the contract. What other processes have added to the folder is looked up in the index once,
         and what is there after they have removed blocks is not known for up to half a minute."""
         if self._closed or not self._opener.was_complete:
             return [None] * len(names)
@@ -256,7 +256,7 @@ class DiskStore(Store):
         return lengths
 
     def _read(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[int]:
-        """As `get`: what has a file of its own by its name, what lies in pieces by the index, or by the tables of the pieces
+        """Read as `get`: a block with a file of its own by its name, one in pieces by the index, or by the tables of the pieces
         where it cannot be asked."""
         lengths = [MISSING] * len(names)
         places = self._places(names, deadline) if self._pieces else {}
@@ -307,7 +307,7 @@ class DiskStore(Store):
         return places
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        """As in the contract. Blocks that another process or thread is writing at this moment are not counted.
+        """Store frames. Blocks that another process or thread is writing at this moment are not counted.
 
         Nothing is written while the files are listed for a new index. A file that could not be read is written again.
         """
@@ -424,7 +424,7 @@ class DiskStore(Store):
             yield from blocks
 
     def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
-        """As in the contract. Lists the files, so a block that the index lacks is found."""
+        """List the files, so a block that the index lacks is found."""
         self._check_open(deadline)
         names = (file.name for file in self._files.walk(layout, root) if file.token is None and not file.broken)
         while batch := list(itertools.islice(names, _SCAN_ROWS)):
@@ -434,7 +434,7 @@ class DiskStore(Store):
     def erase_steps(
         self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
     ) -> Iterator[Erased]:
-        """As in the contract. A folder that cannot be read is a place. What killed writers have left incomplete is removed."""
+        """Erase as in the contract. A folder that cannot be read is a place. Incomplete files of killed writers are removed."""
         problems: list[StoreError] = []
         try:
             self._check_open(deadline)
@@ -447,7 +447,7 @@ class DiskStore(Store):
                 hidden.difference_update(one.name for one in batch)
                 if copies := [one for one in batch if one.place.piece]:
                     self._remove_copies(copies, step_deadline(deadline))
-            # What a killed process has half removed from a piece is in no table: the index knows where its bytes may be.
+            # Blocks that a killed process has half removed from a piece are in no table: the index knows where they may be.
             left = (one for one in hidden if has_prefix(one, layout, root))
             while names := list(itertools.islice(left, _SCAN_ROWS)):
                 yield Erased(self.delete(names, deadline=step_deadline(deadline)))

@@ -51,7 +51,7 @@ _BROKEN: Final = {
     sqlite3.SQLITE_MISMATCH,
     sqlite3.SQLITE_TOOBIG,
 }
-# What wrong values in an index lead to, wherever they are used.
+# Errors that wrong values in an index lead to, wherever they are used.
 _WRONG_VALUE: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 

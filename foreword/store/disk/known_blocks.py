@@ -1,4 +1,4 @@
-"""Which blocks the index of a disk store has, in memory: a lookup that this can answer waits for no file and no lock of the
+"""The blocks in the index of a disk store, known in memory: a lookup that this can answer waits for no file and no lock of the
 index.
 
 Several processes change the index. Each says so on a board, a small file in the folder, after the transaction and before its

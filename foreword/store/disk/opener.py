@@ -415,7 +415,7 @@ class IndexOpener:
                 opened = open_index(self._index, self._files, deadline)
             except BrokenIndex as error:
                 self._notes["rebuilt"] += 1
-                # Of a broken index no pin is believed: the records of leases are (`prefixes/pins.py`).
+                # No pin of a broken index is believed: the records of leases are (`prefixes/pins.py`).
                 quarantine_index(self._index.file, OLD if isinstance(error, OldIndex) else ".broken")
                 opened = open_index(self._index, self._files, deadline)
             # The process that replaced the index may have died since.

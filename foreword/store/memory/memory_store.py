@@ -421,7 +421,7 @@ class MemoryStore(LocalRecords):
     def reserve(
         self, headers: Sequence[Header] | Sequence[UnreadBlock], *, unread: bool = False, deadline: float
     ) -> ReservedSlots:
-        """As in the contract. A block that another thread is writing at this moment has no slot and is not counted."""
+        """Reserve slots. A block that another thread is writing at this moment has no slot and is not counted."""
         lengths = [HEADER_BYTES + header.length for header in headers]
         with self._lock:
             arena, slots, found, present, full = self._take(headers, lengths, deadline, unread=unread)
@@ -474,7 +474,7 @@ class MemoryStore(LocalRecords):
         return published
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        """As in the contract. Blocks that another thread is writing at this moment are not counted."""
+        """Store frames. Blocks that another thread is writing at this moment are not counted."""
         headers, lengths = [one.header for one in frames], [len(one.data) for one in frames]
         with self._lock:
             arena, slots, found, present, full = self._take(headers, lengths, deadline)
@@ -547,7 +547,7 @@ class MemoryStore(LocalRecords):
                 self.on_evicted(name)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        """As in the contract. Blocks that are being written do not appear, and do not count."""
+        """Delete blocks. Those that are being written do not appear, and do not count."""
         with self._lock:
             self._open(deadline)
             slots = self._slots

@@ -118,7 +118,7 @@ class ClientLoop:
         *,
         light: bool = False,
     ) -> Iterator[T]:
-        """As `results`, but raises the first error."""
+        """Run calls as `results` does, but raises the first error."""
         for result in self.results(calls, deadline, denied, light=light):
             if isinstance(result, StoreError):
                 raise copy_error(result)

@@ -170,7 +170,7 @@ class ObjectStore(Store):
         return lengths
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        """As `Store.put`. Damaged chunks, and those whose slots cannot have the frames, are replaced."""
+        """Store frames. Damaged chunks, and those whose slots cannot have the frames, are replaced."""
         self._check_open(deadline)
         found = self._present_frames(frames, deadline)
         missing = list({frame.name: frame for frame in frames if frame.name not in found}.values())
@@ -220,7 +220,7 @@ class ObjectStore(Store):
             yield from new.values()
 
     def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
-        """As in the contract, with one request per chunk for its index. Only the objects of this layout and root are listed."""
+        """List names, with one request per chunk for its index. Only the objects of this layout and root are listed."""
         for folder in self._folders(layout, root, deadline):
             for page, _ in self._blocks(folder, deadline):
                 if page:
@@ -229,7 +229,7 @@ class ObjectStore(Store):
     def erase_steps(
         self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
     ) -> Iterator[Erased]:
-        """As in the contract. Waits for writes that have begun, and removes objects of a whole root without reading them, so
+        """Erase. Waits for writes that have begun, and removes objects of a whole root without reading them, so
         damaged chunks are removed too. Of a part of a root it removes all of a chunk whose index does not tell its blocks."""
         try:
             self._loop.one(self._bucket.settle(layout, root), step_deadline(deadline))

@@ -52,7 +52,7 @@ class RedisNode:
         return [reply for part in replies for reply in part]
 
     def run_in_order(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
-        """As `run`, on one connection."""
+        """Run commands as `run` does, on one connection."""
         replies: list[Reply] = []
         try:
             self._run(commands, replies, deadline)

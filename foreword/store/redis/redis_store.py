@@ -116,7 +116,7 @@ class RedisStore(Store):
         return [error_of(one) is None and expect(one, int) > 0 for one in self._run(commands, deadline)]
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        """As `Store.get`. Renews the time to live of the blocks, if there is one."""
+        """Read frames. Renews the time to live of the blocks, if there is one."""
         keys = [self._key(name) for name in names]
         views = [buffer.cast("B") for buffer in buffers]
         reads = [Command(key, (encode(b"GET", key),), view) for key, view in zip(keys, views, strict=True)]
@@ -124,7 +124,7 @@ class RedisStore(Store):
         return [_length(reply, view) for reply, view in zip(replies, views, strict=False)]
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        """As `Store.put`. A value of another length than the frame is not that block: it is replaced."""
+        """Store frames. A value of another length than the frame is not that block: it is replaced."""
         sizes = self._sizes(frames, deadline)
         known = [frame for frame, size in zip(frames, sizes, strict=True) if size == len(frame.data)]
         absent = [frame for frame, size in zip(frames, sizes, strict=True) if size == 0]
@@ -179,7 +179,7 @@ class RedisStore(Store):
                 yield from _entries(node, names, pinned, deadline)
 
     def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
-        """As in the contract. The servers go through all their keys, and send those that match."""
+        """List names. The servers go through all their keys, and send those that match."""
         for node in self._nodes.primaries(deadline):
             for keys in _scan_keys(node, self._matching(layout, root), deadline):
                 self._check_open()
@@ -189,7 +189,7 @@ class RedisStore(Store):
     def erase_steps(
         self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
     ) -> Iterator[Erased]:
-        """As in the contract. Each server is a place."""
+        """Erase as in the contract. Each server is a place."""
         try:
             self._check_open()
             nodes = self._nodes.primaries(step_deadline(deadline))
