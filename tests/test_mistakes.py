@@ -368,7 +368,10 @@ def test_doctor_finds_mistakes_first(runner: subprocess.Popen[str], folder: Path
         ({"store": "redis+cluster://"}, "a cluster URL names hosts"),
         ({"store": "peer://10.0.0.1:9"}, "secret"),
         ({"store": "memory://", "lookup_timeout": -1}, "store.lookup_timeout must be more than 0"),
-        ({"store": "memory://", "transfer": {"min_tokens": 5}}, "transfer.min_tokens: it is 64 tokens and cannot be set"),
+        (
+            {"store": "memory://", "transfer": {"min_tokens": 5}},
+            "transfer.min_tokens: it is 64 tokens and cannot be set",
+        ),
         ({"store": "memory://", "transfer": {"bind": "0.0.0.0:1"}}, "set transfer.advertise (--transfer-advertise)"),
         ({"store": "memory://", "transfer": {"bind": "10.0.0.1:0"}}, "set --transfer-secret-file"),
         ({"store": "memory://", "transfer": {"advertise": "nowhere"}}, "'nowhere' is not an address"),
