@@ -18,7 +18,7 @@ from foreword.prefixes.errors import PrefixBudgetExceeded, UnknownPrefix
 from foreword.prefixes.lease_records import PREFIXES, Chain, PrefixRecord
 from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService, Registration
-from foreword.prefixes.stored_names import StoredPrefixes
+from foreword.prefixes.stored_names import PrefixStorage
 from foreword.store import shared_records
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.shared_records import SharedRecords
@@ -41,7 +41,7 @@ class Pins(StorePins):
         self.pinned.difference_update(self.alone(tenant, keys)[0])
 
 
-class Storage(StoredPrefixes):
+class Storage(PrefixStorage):
     """An instance's view of a memory store."""
 
     def __init__(self, shared: MemoryStore | None = None) -> None:

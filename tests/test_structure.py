@@ -215,9 +215,14 @@ def started() -> tuple[set[Started], set[str]]:
     return known, others
 
 
-def table(title: str) -> list[list[str]]:
-    """The rows of a table of the page about threads, without its head."""
-    text = (ROOT.parent / "dev" / "threads.md").read_text(encoding="utf-8").split(f"## {title}\n")[1].split("\n## ")[0]
+def section(title: str, page: str) -> str:
+    """A section of a page for developers."""
+    return (ROOT.parent / "dev" / page).read_text(encoding="utf-8").split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def table(title: str, page: str = "threads.md") -> list[list[str]]:
+    """The rows of the table in a section of a page, by default that about threads, without its head."""
+    text = section(title, page)
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip("`") for cell in row] for row in rows[1:]]
 
@@ -255,3 +260,27 @@ def test_the_page_counts_all_locks() -> None:
     """The page about threads counts the locks of each folder, so that none is added without a look at those that there are."""
     listed = {folder: tuple(map(int, numbers)) for folder, *numbers in table("Locks")}
     assert listed == locks()
+
+
+# Words of leases, and those that stood for it once; with forms.
+LEASED = "Leases?|Leased|Retentions?|Pins|Pinned|Pinning|Prefetch|Prefetches"
+OTHER = "Held|Hold|Kept|Keep|Keeps|Loan|Lent|Reserved|Reservation|Borrowed|Parked"
+# What serves requests, or measures, and has no KV itself.
+WITHOUT_KV = ("api", "conformance", "referee", "router", "router_extras", "routing", "sim")
+
+
+def test_the_page_lists_all_classes_of_leases() -> None:
+    """The page about blocks lists each class whose name says that KV stays: as one of leases, which four words name, or among
+    those that keep none for later requests."""
+    listed = {name: file for name, file, _ in table("Leases: classes and words", "blocks.md")}
+    others = set(re.findall(r"`([A-Z]\w+)`", section("Leases: classes and words", "blocks.md"))) - listed.keys()
+    found = {
+        node.name: path.relative_to(ROOT).as_posix()
+        for path, tree in package().values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and path.relative_to(ROOT).parts[0] not in WITHOUT_KV
+    }
+    by_name = {name for name in found if re.search(rf"(?<![A-Z])({LEASED}|{OTHER})(?![a-z])", name) and name[0] != "_"}
+    assert {name: found.get(name) for name in listed} == listed
+    assert others <= found.keys() and not [name for name in listed if re.search(rf"({OTHER})(?![a-z])", name)]
+    assert by_name - listed.keys() - others == set(), "say on the page what it is for"

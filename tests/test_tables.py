@@ -18,14 +18,14 @@ from foreword.api.misses.causes import MissFinder
 from foreword.api.quotas import Quotas
 from foreword.api.request import CacheControl, GenerateRequest, Message
 from foreword.api.stored_responses import StoredResponses
-from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.salt import Salt
+from foreword.engine.cache_report import MissHistory
 from foreword.events import FirstToken
 from foreword.newest import Newest
 from foreword.router.prompts import TokenLru
 from foreword.router.suspicious import Suspects
 from foreword.routing.directory import EstimatedBlocks
-from foreword.routing.prefix_popularity import PrefixPopularity
+from foreword.routing.placement import PrefixPopularity
 from foreword.routing.sessions import SessionTable
 from foreword.server.engine_observers import EngineRecorder
 

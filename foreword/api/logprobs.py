@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from foreword.api.output import TokenEntry
+from foreword.api.token_entry import TokenEntry
 from foreword.tokens.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:

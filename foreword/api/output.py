@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from foreword.api.token_entry import TokenEntry
+
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
@@ -45,24 +47,6 @@ class CallArguments:
 
 
 Piece = Text | Reasoning | CallStart | CallArguments
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEntry:
-    """A token with its log-probability, as texts and numbers. `api.logprobs` makes them.
-
-    Attributes:
-        text: `bytes:\\xf0\\x9f` where the token is only a part of a character.
-        logprob: None for the first token of a prompt.
-        raw: the token's bytes. `hidden`: it is not part of the text (a special token).
-        top: the likeliest tokens, best first: text, log-probability and bytes of each.
-    """
-
-    text: str
-    logprob: float | None
-    raw: bytes
-    hidden: bool = False
-    top: tuple[tuple[str, float, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

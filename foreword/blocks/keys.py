@@ -5,6 +5,17 @@
 
 Keys are equal in all processes, on all machines and after restarts. The block size is part of the scope. It fixes the
 length of the tokens within a chain, so two different inputs never concatenate to the same bytes.
+
+Blocks of a text that an administrator has marked are public: all tenants share them (`public_blocks.py`). Their keys say so to
+every process that sees one, with the 8 bytes `MARK` in the middle of a digest:
+
+    key_0      the root of the salt PUBLIC
+    digest     SHA-256(key_i || tokens of block i || extras of block i)
+    key_{i+1}  digest[:16] || MARK || digest[24:]
+
+A chain begins with as many public blocks as are marked. What follows is its tenant's: the parent of the first block behind
+them is SHA-256(last public key || the tenant's root). So a marked range ends in keys that only the tenant can compute, and the
+last, partial block of a marked text is never public.
 """
 
 from __future__ import annotations
@@ -15,14 +26,18 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Final
 
-from foreword.blocks.salt import NO_SALT, Salt
+from foreword.blocks.salt import DIGEST_BYTES, NO_SALT, PUBLIC, Salt
 from foreword.errors import BadRequest
 
 KEY_FORMAT = 2
 KEY_BYTES = 32
 # Names of blocks begin with this: the fingerprint of their layout (`layout.py`).
 FINGERPRINT_BYTES = 16
+MARK: Final = b"\x00public\x00"
+MARKED: Final = slice(16, 24)
+PUBLIC_ROOT: Final = PUBLIC.digest  # in the names of public blocks
 _MAGIC = b"foreword/key\x00"
 _TOKEN_BYTES = 4
 
@@ -98,7 +113,7 @@ class TokenChain:
 
     Attributes:
         root: the root key of the tenant's chains.
-        public: how many of the first blocks are public (`public.py`).
+        public: how many of the first blocks are public (`public_blocks.py`).
     """
 
     __slots__ = ("_behind", "_extras", "_first", "block_size", "keys", "public", "root", "tokens")
@@ -157,3 +172,13 @@ def _array(tokens: Iterable[int]) -> array[int]:
         return array("I", tokens)
     except (OverflowError, TypeError) as error:
         raise BadRequest(f"a token must be an integer from 0 to {2**32 - 1}: {error}", param="prompt") from None
+
+
+def is_public(key: bytes) -> bool:
+    """Whether a key is that of a public block."""
+    return key[MARKED] == MARK
+
+
+def named_root(root: bytes, key: bytes) -> bytes:
+    """The root in the name of a block, 16 bytes, given the root key of its chain."""
+    return PUBLIC_ROOT if is_public(key) else root[:DIGEST_BYTES]

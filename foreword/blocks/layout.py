@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 
-from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
-from foreword.blocks.public import PUBLIC_ROOT, is_public
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES, PUBLIC_ROOT, is_public
 from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES
 from foreword.errors import BadRequest
 

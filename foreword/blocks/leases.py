@@ -98,6 +98,7 @@ class Leases(Generic[Block]):
         clock: seconds that pass, from any time on.
 
     Attributes:
+        count: how many retentions there are.
         changed: is called when a retention that is stored begins, is used, or has ended; under the book's lock, on any thread.
         lock: the book's, and of what follows it. Nothing waits under it.
     """
@@ -124,13 +125,9 @@ class Leases(Generic[Block]):
         self._accounts: dict[str, _Account[Block]] = {}
         self._named: list[Lease[Block]] = []
         self._named_blocks: Counter[Block] = Counter()
-        self._count = 0  # of retentions
+        self.count = 0
         self._uses = 0
         self._next_expiry = math.inf  # nothing expires earlier
-
-    def __len__(self) -> int:
-        """How many retentions there are."""
-        return self._count
 
     def __contains__(self, lease: Lease[Block]) -> bool:
         account = self._accounts.get(lease.tenant)
@@ -297,7 +294,7 @@ class Leases(Generic[Block]):
             if lowest.rank > new.rank:
                 return f"all {self._most} retentions have a higher priority"
             self._end(lowest)
-        return f"the engine has {_MAX_LEASES} retentions already" if self._count >= _MAX_LEASES else ""
+        return f"the engine has {_MAX_LEASES} retentions already" if self.count >= _MAX_LEASES else ""
 
     def _enter(self, account: _Account[Block], new: Lease[Block]) -> Lease[Block]:
         """The lease that is known with the same last block, which takes over what is new; or the new one."""
@@ -315,7 +312,7 @@ class Leases(Generic[Block]):
     def _add(self, account: _Account[Block], lease: Lease[Block]) -> None:
         self._accounts[lease.tenant] = account
         account.leases[lease.key] = lease
-        self._count += 1
+        self.count += 1
 
     def _make_room(self, account: _Account[Block], new: Lease[Block]) -> None:
         """End what ranks lowest until all budgets hold."""
@@ -356,7 +353,7 @@ class Leases(Generic[Block]):
             if known is not None:
                 _merge(known, lease)
                 return True
-            if len(account.leases) >= self._most or self._count >= _MAX_LEASES:
+            if len(account.leases) >= self._most or self.count >= _MAX_LEASES:
                 return False
             self._add(account, lease)
             self._next_expiry = min(self._next_expiry, lease.expires)
@@ -392,7 +389,7 @@ class Leases(Generic[Block]):
         account = self._accounts[lease.tenant]
         self._let_go(account.blocks, lease)
         del account.leases[lease.key]
-        self._count -= 1
+        self.count -= 1
         self._forget_empty(lease.tenant)
         self._tell(lease)
 

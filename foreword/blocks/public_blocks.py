@@ -1,4 +1,4 @@
-"""Public blocks, and the chains that begin with them (`public.py` has the form of their keys)."""
+"""Public blocks, and the chains that begin with them (`keys.py` has the form of their keys)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from foreword.blocks.keys import Scope, TokenChain, chain_keys
-from foreword.blocks.public import MARK, MARKED, PUBLIC_ROOT
+from foreword.blocks.keys import MARK, MARKED, PUBLIC_ROOT, Scope, TokenChain, chain_keys
 from foreword.blocks.salt import PUBLIC
 
 _MOST_LEARNED: Final = 1 << 16

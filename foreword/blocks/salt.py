@@ -86,7 +86,7 @@ class Salt(NamedTuple):
 
 
 NO_SALT: Final = Salt()
-# The salt of blocks that all tenants share (`public.py`). No tenant has it: a tenant's salt is a digest, or empty.
+# The salt of blocks that all tenants share (`public_blocks.py`). No tenant has it: a tenant's salt is a digest, or empty.
 PUBLIC: Final = Salt(b"foreword/public")
 
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
+from foreword.blocks.keys import is_public
 from foreword.blocks.prefix_cache import HOLE, BlockTable, Match, PrefixCache, group_key
-from foreword.blocks.public import is_public
 from foreword.blocks.salt import PUBLIC
 from foreword.engine.attention.kv_tensors import block_bytes, block_distances, copy_block, distances
 from foreword.engine.audit_counts import AuditCounts

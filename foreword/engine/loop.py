@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY, RetentionAnswer
 from foreword.blocks.salt import Salt
 from foreword.blocks.session_book import Alone, SessionBook
 from foreword.engine.block_saver import BlockSaver
-from foreword.engine.cache_report import CacheReports
+from foreword.engine.cache_report import CacheReports, MissHistory
 from foreword.engine.external_kv import MAX_PREFETCHES, EngineStores, Prefetch, RemoteKV
 from foreword.engine.prompt_leases import EngineLeases
 from foreword.engine.prompt_logprobs import PromptLogprobs
@@ -271,7 +270,7 @@ class EngineCore:
         total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
         table = self.cache.open(request.tokens, salt=request.salt)
         sequence = SequenceState(request, table, seed, total, arrived=time.monotonic())
-        if request.retain or request.named or len(self.leases.book):
+        if request.retain or request.named or self.leases.book.count:
             sequence.leases = self.leases.open(request)
         sequence.bad_words = self._tokenizer.bad_words(params.bad_words) if params.bad_words else ()
         sequence.constraint = None if compiled is None else compiled.open()

@@ -1,4 +1,4 @@
-"""Requests and outputs of the engine: frozen messages, no torch.
+"""Requests and outputs of the engine, and the model that answers: frozen messages, no torch.
 
 A `Request` is one prompt with its `SamplingParams`. The engine answers with a `Delta` for each step that sampled tokens of the
 request. The last `Delta` has a `finish_reason`.
@@ -7,12 +7,11 @@ request. The last `Delta` has a `finish_reason`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from foreword.blocks.leases import Lease
-from foreword.blocks.miss_history import MissReason
 from foreword.blocks.retention import Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest, ForewordError
@@ -23,6 +22,15 @@ from foreword.tokens.token_logprob import MAX_LOGPROBS, TokenLogprob
 
 # `moved`: it continues at another instance (`Delta.moved`).
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
+MissReason = Literal[
+    "all_cached",
+    "never_seen",
+    "diverged",
+    "evicted",
+    "checkpoint_missing",
+    "shorter_than_block",
+    "disabled",
+]
 
 MAX_N = 128
 MAX_RETENTIONS = 16
@@ -304,3 +312,41 @@ class RequestOutput:
         failed = "" if self.error is None else f", error={self.error.message!r}"
         prompt = f"{len(self.prompt_tokens)} prompt tokens, {self.cached_tokens} cached"
         return f"RequestOutput({self.request_id!r}, {prompt}, {list(self.outputs)!r}{failed})"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The model that is served. `fingerprint` of the weights and `namespace`, which names their KV, are hexadecimal;
+    `max_model_len` counts prompt and output; a block of the pool has the KV of one of the `kv_groups`. `sampling` has the
+    model's own values of fields of `SamplingParams`. `backends` says which kernels serve which shapes, and why; `inexact` why
+    the bits of KV depend on the batch, and is empty if they do not."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    fingerprint: str
+    dtype: str
+    device: str
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_block: int
+    parameters: int
+    kv_groups: int = 1
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    backends: tuple[str, ...] = ()
+    inexact: str = ""
+    namespace: str = ""
+
+    def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
+        """Parameters of a request: those given, then the model's, then the defaults. Raises BadRequest."""
+        return SamplingParams(**{**self.sampling, **given})
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the pool holds at least; window groups free what has left their windows, and leave room for more."""
+        return self.num_blocks * self.block_size // self.kv_groups
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a token takes in all layers."""
+        return self.kv_bytes_per_block * self.kv_groups // self.block_size

@@ -28,12 +28,12 @@ from foreword.disaggregation.kv_view import KVView
 from foreword.disaggregation.live_migration import MigrationResult
 from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
 from foreword.engine.external_kv import EngineStores
-from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.engine.request import Delta, ModelInfo, Request, SamplingParams
 from foreword.engine.structured.compiler import CompiledOutput
 from foreword.engine.structured.sequence_constraint import Constraint
 from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints import cache_requests
-from foreword.entrypoints.build_engine import EngineParts, ModelInfo, build_engine
+from foreword.entrypoints.build_engine import EngineParts, build_engine
 from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, NotFound
 from foreword.events import Event, Observer

@@ -7,15 +7,14 @@ import ctypes
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import psutil
 import torch
 
-from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.public_blocks import public_keys
 from foreword.blocks.resume import KVGroup
@@ -25,11 +24,12 @@ from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.engine import model as models
 from foreword.engine import preflight
 from foreword.engine.batch_invariance import scoped_fingerprint
+from foreword.engine.cache_report import MissHistory
 from foreword.engine.external_kv import EngineStores
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.model import LoadedModel
 from foreword.engine.prompt_leases import EngineLeases
-from foreword.engine.request import Request, SamplingParams
+from foreword.engine.request import ModelInfo, Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.self_check import check_bits, probe_bits, self_check
 from foreword.engine.sequence import SequenceState
@@ -49,7 +49,7 @@ from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.prefixes.stored_names import StoredPrefixes, models_with_names
+from foreword.prefixes.stored_names import PrefixStorage, models_with_names
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.store_keys import keys_of
 from foreword.store.types import Reach
@@ -71,44 +71,6 @@ _DEVICE_SHARE = 0.9
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 _FEWEST_SLOTS = 16
 _HISTORY_TOKENS: Final = 1 << 20  # of recent prompts, by which misses are explained: 4 MiB
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """The model that is served. `fingerprint` of the weights and `namespace`, which names their KV, are hexadecimal;
-    `max_model_len` counts prompt and output; a block of the pool has the KV of one of the `kv_groups`. `sampling` has the
-    model's own values of fields of `SamplingParams`. `backends` says which kernels serve which shapes, and why; `inexact` why
-    the bits of KV depend on the batch, and is empty if they do not."""
-
-    name: str
-    max_model_len: int
-    vocab_size: int
-    fingerprint: str
-    dtype: str
-    device: str
-    block_size: int
-    num_blocks: int
-    kv_bytes_per_block: int
-    parameters: int
-    kv_groups: int = 1
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    backends: tuple[str, ...] = ()
-    inexact: str = ""
-    namespace: str = ""
-
-    def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
-        """Parameters of a request: those given, then the model's, then the defaults. Raises BadRequest."""
-        return SamplingParams(**{**self.sampling, **given})
-
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that the pool holds at least; window groups free what has left their windows, and leave room for more."""
-        return self.num_blocks * self.block_size // self.kv_groups
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes that a token takes in all layers."""
-        return self.kv_bytes_per_block * self.kv_groups // self.block_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +120,7 @@ class EngineParts:
         """The engine's named prefixes."""
         info, offload, storage, cache = self.info, self.offload, None, self.core.cache
         if offload is not None and self.pins is not None:
-            storage = StoredPrefixes(offload.store, self.pins, info.name, info.block_size, cache.public, self.earlier)
+            storage = PrefixStorage(offload.store, self.pins, info.name, info.block_size, cache.public, self.earlier)
 
         def tokenize(content: Content) -> list[int]:
             if isinstance(content, str):
@@ -291,7 +253,7 @@ def _retire(offload: EngineStores, pins: StorePins, tenant: bytes, alone: Alone)
     if alone.drop:
         offload.delete(unneeded)
     else:
-        offload.drop_held(unneeded)
+        offload.drop_deferred(unneeded)
 
 
 def _in_namespace(

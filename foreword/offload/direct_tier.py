@@ -133,7 +133,7 @@ class _TierLoad:
                 direct.read_again(self.names[sound])
         finally:
             load.end_copy([direct.place] * sound if copied else None, whole=whole)
-            direct.tier.count_borrowed(sound, self.size * sound // self.count, load.copied_at - began if timed else 0.0)
+            direct.tier.count_read(sound, self.size * sound // self.count, load.copied_at - began if timed else 0.0)
             if damaged:
                 load.close()
 
@@ -451,7 +451,7 @@ class DirectTier(DirectCopies):
             return
         with contextlib.ExitStack() as stack:
             names = [header.name for header in save.headers]
-            loan = stack.enter_context(self.tier.borrow(names, time.monotonic() + _CALL_SECONDS))
+            loan = stack.enter_context(self.tier.lend_unverified(names, time.monotonic() + _CALL_SECONDS))
             pairs = zip(save.headers, loan.frames, strict=False)
             frames = [Frame(header, data) for header, data in pairs if len(data) == HEADER_BYTES + header.length]
             if frames:
@@ -483,7 +483,7 @@ class DirectTier(DirectCopies):
         return self.ring.free
 
     def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[_TierLoad, None, None]:
-        with self.tier.borrow([], time.monotonic() + _CALL_SECONDS) as loan:
+        with self.tier.lend_unverified([], time.monotonic() + _CALL_SECONDS) as loan:
             stride = max(HEADER_BYTES + max(self.ring.block_bytes), loan.stride)
         if stride > self.ring.piece_bytes:
             return
@@ -518,7 +518,7 @@ class DirectTier(DirectCopies):
         none. The caller releases them. `give` is called when they are not lent any more."""
         with contextlib.ExitStack() as stack:
             stack.callback(give)
-            loan = stack.enter_context(self.tier.borrow(names, time.monotonic() + _CALL_SECONDS))
+            loan = stack.enter_context(self.tier.lend_unverified(names, time.monotonic() + _CALL_SECONDS))
             sizes = [len(data) for data in loan.frames]
             count = self._usable(loan, sizes, groups)
             if not count:

@@ -27,8 +27,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from foreword.blocks.keys import named_root
 from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
-from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
 from foreword.offload.counters import OffloadStatus
@@ -399,8 +399,7 @@ class OffloadManager:
         for tier, some in itertools.groupby(zip(found, slots, strict=True), key=lambda pair: pair[0].tier):
             pairs = list(some)
             headers = [one.frame.header for one, _ in pairs]
-            targets = self.store.promotion_targets(tier)
-            for tiers, low, high in self.store.admitted(headers, BlockUse(promotion=True), targets):
+            for tiers, low, high in self.store.promoted(headers, tier):
                 freed = [slot for _, slot in pairs[low:high]]
                 self._writer.promote(headers[low:high], freed, self._loading_slots, tiers, started)
 
@@ -563,10 +562,10 @@ class OffloadManager:
 
         return self.later(work)
 
-    def drop_held(self, names: Callable[[], Sequence[Name]]) -> None:
+    def drop_deferred(self, names: Callable[[], Sequence[Name]]) -> None:
         """Nothing continues these blocks: tiers that hold them back do not write them."""
-        if self.store.holds:
-            self.later(lambda: self.store.drop_held(names()))
+        if self.store.defers:
+            self.later(lambda: self.store.drop_deferred(names()))
 
     def describe(self, model: str, fingerprint: bytes, groups: Sequence[KVGroup], key_size: int = 0) -> Future[None]:
         """Write the records of the layouts, for tools. `model`: its name; `groups`: the KV groups; `key_size`: tokens per block
@@ -646,7 +645,7 @@ class OffloadManager:
         self._closed = True
         self._writer.drop_postponed()
         self.flush(timeout)
-        self.store.write_held(timeout)
+        self.store.write_deferred(timeout)
         self._writer.close()
         self.lookups.close()
         for pool in (self._loaders, self._memory_loaders, self._control):

@@ -77,7 +77,7 @@ class SlotRead:
         """For how many of the first blocks, given the name of one and the bytes of their payloads, slots may be read into, and
         count these; 0 if too many are read into already, or one of the reads is late."""
         filling, share = self.tier.filling, int(_SHARE * len(self.tier.store.memory or b""))
-        with self.tier.borrow([], deadline) as loan:
+        with self.tier.lend_unverified([], deadline) as loan:
             slot, frame = loan.stride, HEADER_BYTES + max(sizes)
         if slot < frame and not filling.late:  # a store that can makes its slots longer, by as much as it likes
             longer = self.tier.reserve([UnreadBlock(name, name, max(sizes))], deadline, unread=True)
@@ -105,14 +105,14 @@ def read_into(
     first that has no slot, or as many as may be read at once, and verify them there. The caller ends the read. `before`: the
     blocks before these in the chain, which are not evicted for them.
 
-    None unless there is one faster tier, which takes all that is read, has slots, and waits for few other reads, and the slower
-    one answers.
+    None unless there is such a tier (`TieredStore.read_through`), few other reads into it are under way, and the slower one
+    answers.
     """
-    faster = [store.tiers[one] for one in store.promotion_targets(tier)]
-    if len(faster) != 1 or faster[0].selective or faster[0].store.memory is None:
+    faster = store.read_through(tier)
+    if faster is None:
         return None
     until = next((until for index, until in store.turns(deadline) if index == tier), 0.0)
-    read = SlotRead(faster[0], ReservedSlots())
+    read = SlotRead(faster, ReservedSlots())
     if not until or not store.tiers[tier].answers or not (most := read.begin(names[0], sizes, deadline)):
         return None
     last = {name[:FINGERPRINT_BYTES]: name for name in before}  # of each layout
@@ -121,7 +121,7 @@ def read_into(
         layout = name[:FINGERPRINT_BYTES]
         blocks.append(UnreadBlock(name, last.get(layout, name), size))
         last[layout] = name
-    read.reserved = faster[0].reserve(blocks, deadline, unread=True)
+    read.reserved = faster.reserve(blocks, deadline, unread=True)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
     if not count:
         return read

@@ -430,7 +430,7 @@ class WriteBehind:
                 batch.kept = max(batch.kept, stored)
                 kept = max(kept - len(batch.slots), 0)
                 batch.writing -= 1
-                if batch.promotion and stored < len(batch.slots) and not self._store.tiers[tier].holds:
+                if batch.promotion and stored < len(batch.slots) and not self._store.tiers[tier].defers:
                     self._give_up(tier, batch.load)
                     self.dropped_promotions += len(batch.slots) - stored
             done = [one for one in self._batches if not one.writing and not one.pending]

@@ -20,13 +20,13 @@ from functools import partial
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any
 
-from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES, PUBLIC_ROOT, is_public
 from foreword.blocks.layout import ROOT_BYTES, Layout, block_names, key_of
-from foreword.blocks.public import PUBLIC_ROOT, is_public
 from foreword.blocks.public_blocks import roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
 from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
+from foreword.prefixes.tier_erasure import erase_tier, stream
 from foreword.store.background import at_once
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, record_tenant, step_deadline
 from foreword.store.layout_records import layouts
@@ -416,7 +416,7 @@ class _Erasure:
         found = 0
         for _ in range(_ROUNDS):
             found = 0
-            for step in tier.erase(*prefix, chosen, time.monotonic() + SCAN_WITHIN):
+            for step in erase_tier(tier, *prefix, chosen, time.monotonic() + SCAN_WITHIN):
                 self._place(tier, step.place).add(step)
                 found += step.removed
             if not found or not self._done(tier):
@@ -459,7 +459,7 @@ class _Erasure:
         found: list[StoredBlock] = []
 
         def work(tier: StoreTier) -> None:
-            for block in tier.stream(lambda: tier.store.scan(deadline=time.monotonic() + SCAN_WITHIN)):
+            for block in stream(tier, lambda: tier.store.scan(deadline=time.monotonic() + SCAN_WITHIN)):
                 if block.name.startswith(layout) and block.name.startswith(root, FINGERPRINT_BYTES):
                     found.append(block)
 
@@ -480,7 +480,7 @@ class _Erasure:
             if problem is not None:
                 raise StoreUnreadable(problem.message)
 
-        for key in tier.stream(deleted):
+        for key in stream(tier, deleted):
             with self._lock:
                 self._records.add(key)
 
@@ -496,7 +496,7 @@ class _Erasure:
 
 def _listed(tier: StoreTier, prefix: tuple[bytes, bytes], chosen: Collection[Name] | None) -> Iterator[list[Name]]:
     """The blocks of a tier with this layout and root, in batches."""
-    for batch in tier.stream(lambda: tier.store.list_names(*prefix, deadline=time.monotonic() + SCAN_WITHIN)):
+    for batch in stream(tier, lambda: tier.store.list_names(*prefix, deadline=time.monotonic() + SCAN_WITHIN)):
         names = [name for name in dict.fromkeys(batch) if chosen is None or name in chosen]
         if names:
             yield names

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from foreword.blocks.public import PUBLIC_ROOT, is_public
+from foreword.blocks.keys import PUBLIC_ROOT, is_public
 from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.lease_records import PREFIXES, RETENTIONS, Chain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Final
 
-from foreword.blocks.public import PUBLIC_ROOT
+from foreword.blocks.keys import PUBLIC_ROOT
 from foreword.blocks.public_blocks import PublicBlocks
 from foreword.errors import StoreError
 from foreword.prefixes.lease_records import PREFIXES, READ_SECONDS

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
-from foreword.blocks.public import named_root
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES, named_root
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnreadable
 from foreword.prefixes.erasure import SCAN_WITHIN
 from foreword.prefixes.open_erasures import ERASURES
+from foreword.prefixes.tier_erasure import stream
 from foreword.store.base import FAILED, FOREIGN, MISSING, Name, StoredBlock, record_tenant
 from foreword.store.frame import Frame
 from foreword.store.shared_records import checksum_of
@@ -181,7 +181,7 @@ class _PatientTier:
 
     def listed(self, listing: _Listing[Result]) -> list[Result]:
         """All results of a listing, which begins again when it breaks off."""
-        return self.ask(lambda: [*self.tier.stream(lambda: listing(deadline=time.monotonic() + SCAN_WITHIN))])
+        return self.ask(lambda: [*stream(self.tier, lambda: listing(deadline=time.monotonic() + SCAN_WITHIN))])
 
     def keys(self, prefix: str) -> list[str]:
         return self.ask(lambda: self.store.records(prefix, deadline=self.soon()))
@@ -192,6 +192,9 @@ class _PatientTier:
     def present(self, before: Sequence[Name], names: Sequence[Name]) -> list[bool]:
         """Tell which blocks the store has. `before`: those before them in their chain, which a store may need to find them."""
         self.store.note_chain(before, names)
+        return self._found(names)
+
+    def _found(self, names: Sequence[Name]) -> list[bool]:
         return self.ask(lambda: self.store.present(names, deadline=self.soon()))
 
     def delete(self, names: Sequence[Name]) -> int:
@@ -210,7 +213,9 @@ class _PatientTier:
                     self._late(
                         f"{self.shown} has not returned {len(left)} of {len(blocks)} blocks; they are read again"
                     )
-                self.present((), [blocks[one].name for one in left])
+                self._found(
+                    [blocks[one].name for one in left]
+                )  # ends the copy if the store does not answer this either
                 time.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
             sizes = [blocks[one].size or _LARGEST_FRAME for one in left]

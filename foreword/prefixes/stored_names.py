@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import msgspec
@@ -29,21 +28,30 @@ def models_with_names(store: TieredStore) -> set[str]:
     return {key.split("/")[1] for key in found.keys}
 
 
-class PrefixStorage(ABC):
-    """The stores of an engine, as named prefixes use them. All methods block, for seconds at most.
+class PrefixStorage:
+    """The stores of an engine, as named prefixes use them. All methods block, for seconds at most. Here the device's budget is
+    the only bound, as in Foreword's own engine.
 
     Args:
         model_name: for tools.
         pins: of the model's leases. Prefixes belong to one model.
         block_size: tokens per block key; 0 if it is not known.
+        public: which blocks are public, if the engine says so.
         earlier: the model in the record keys of earlier builds, which identified it otherwise; "" if there are none of those.
             Their named prefixes are taken over (`take_over`), and a removal ends both.
     """
 
     def __init__(
-        self, store: TieredStore, pins: StorePins, model_name: str, block_size: int, earlier: str = ""
+        self,
+        store: TieredStore,
+        pins: StorePins,
+        model_name: str,
+        block_size: int,
+        public: PublicBlocks | None = None,
+        earlier: str = "",
     ) -> None:
         self.pins, self.block_size, self._model_name, self._earlier = pins, block_size, model_name, earlier
+        self.public = public or PublicBlocks()
         self._records = SharedRecords(store, PREFIXES, READ_SECONDS)
         self.take_over()
 
@@ -69,11 +77,12 @@ class PrefixStorage(ABC):
         """Digest of a tenant."""
         return tenant_digest(self.current(salt))
 
-    @abstractmethod
     def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:
         """Root key of a prefix, and keys of its blocks behind which requests continue; none if they are not known."""
+        scope = Scope(bytes.fromhex(self.pins.model), self.block_size, Salt(salt))
+        return scope.root(), self.public.keys_of(scope, tokens)
 
-    def check_room(self, name: str, tokens: Sequence[int], salt: bytes) -> None:  # noqa: B027
+    def check_room(self, name: str, tokens: Sequence[int], salt: bytes) -> None:
         """Raises PrefixBudgetExceeded if a store cannot pin what the prefix does not share with other kept ones."""
 
     def current(self, salt: bytes) -> bytes:
@@ -121,27 +130,3 @@ class PrefixStorage(ABC):
     def unpin(self, tokens: Sequence[int], salt: bytes) -> None:
         """Unpin the blocks of a prefix that no other kept one needs."""
         self.pins.unpin(self.tenant(salt), *self.chain(tokens, salt))
-
-
-class StoredPrefixes(PrefixStorage):
-    """The stores of Foreword's own engine. Their only bound is the budget of the device.
-
-    Args:
-        public: the engine's.
-    """
-
-    def __init__(
-        self,
-        store: TieredStore,
-        pins: StorePins,
-        model_name: str,
-        block_size: int,
-        public: PublicBlocks | None = None,
-        earlier: str = "",
-    ) -> None:
-        super().__init__(store, pins, model_name, block_size, earlier)
-        self._public = public or PublicBlocks()
-
-    def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:
-        scope = Scope(bytes.fromhex(self.pins.model), self.block_size, Salt(salt))
-        return scope.root(), self._public.keys_of(scope, tokens)

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import aiohttp
 from aiohttp.connector import Connection
@@ -218,12 +218,32 @@ class WholeRequest(aiohttp.ClientRequest):
         super().__init__(*given, headers=headers, data=data, **more)
 
     async def send(self, conn: Connection) -> aiohttp.ClientResponse:
+        protocol = conn.protocol
         if self._whole is None:
             return await super().send(conn)
-        if conn.protocol is None or conn.protocol.writing_paused:
+        if protocol is None or protocol.transport is None or protocol.writing_paused:
             self.update_body_from_data(self._whole)
             return await super().send(conn)
-        response = await super().send(conn)
-        if conn.transport is not None:
-            conn.transport.write(self._whole)
-        return response
+        transport = protocol.transport
+        # Nothing is awaited before it is put back.
+        protocol.transport = cast(asyncio.Transport, _WithBody(transport, self._whole))
+        try:
+            return await super().send(conn)
+        finally:
+            if protocol.transport is not None:
+                protocol.transport = transport
+
+
+class _WithBody:
+    """A transport to which one head is written: the body goes with it, in one call of the system."""
+
+    __slots__ = ("_body", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, body: bytes) -> None:
+        self._transport, self._body = transport, body
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def write(self, head: bytes) -> None:
+        self._transport.write(head + self._body)

@@ -31,7 +31,6 @@ from foreword.request_errors import (
     RequestLost,
     ShuttingDown,
 )
-from foreword.router.asked import asked_of
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.extras import ServedRequest, Translation
@@ -39,7 +38,7 @@ from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
 from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, is_refusal, read_whole
 from foreword.router.router import MAX_STALLS, Router
-from foreword.router.suspicious import Ask
+from foreword.router.suspicious import Ask, asked_of
 from foreword.routing.placement import PlacementQuery
 from foreword.usage import TokenUsage
 

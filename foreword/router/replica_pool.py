@@ -18,8 +18,7 @@ from typing import Final
 from msgspec import Struct
 
 from foreword.api.request import ReplicaKind
-from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.public import is_public
+from foreword.blocks.keys import Scope, chain_keys, is_public
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest
 from foreword.process_config import RouterConfig

@@ -312,10 +312,11 @@ class _ResponseProxy:
         self, attempt: Attempt, response: aiohttp.ClientResponse, awaited: AwaitedResponse
     ) -> ServerSentEvent | None:
         """The loop over a response's events. This is the cost of every token: keep it short."""
-        stream, parser, read = self.stream, EventParser(), response.content.readany
+        stream, parser, content = self.stream, EventParser(), response.content
         while not (stream.done or stream.cut):
+            _join(content)
             try:
-                data = await read()
+                data = await content.readany()
             except CONNECTION_ERRORS as error:
                 raise awaited.error() if awaited.aborted else ReplicaFailed(describe_error(error)) from error
             if not data:
@@ -653,6 +654,16 @@ async def _read_to_end(response: aiohttp.ClientResponse) -> None:
         async with asyncio.timeout(_END_SECONDS):
             while await response.content.readany():
                 pass
+
+
+def _join(content: aiohttp.StreamReader) -> None:
+    """Make one piece of all that has come: for each piece that aiohttp hands out it asks its parser and its transport for more.
+    An aiohttp without this buffer is only slower."""
+    pieces: Any = getattr(content, "_buffer", ())
+    if len(pieces) > 1 and not getattr(content, "_buffer_offset", 1):
+        whole = b"".join(pieces)
+        pieces.clear()
+        pieces.append(whole)
 
 
 async def _with_report(response: Answer, counts: UsageCounts, explained: asyncio.Future[Miss] | None) -> Answer:

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys, parent_behind
-from foreword.blocks.public import is_public
+from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys, is_public, parent_behind
 from foreword.blocks.public_blocks import public_chain
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import BadRequest

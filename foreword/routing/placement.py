@@ -49,9 +49,9 @@ from typing import Final, NamedTuple, Protocol
 from msgspec import Struct
 
 from foreword.errors import ConfigError
+from foreword.newest import Newest
 from foreword.routing.costs import DEFAULT_COSTS, ReplicaCosts, pairs
 from foreword.routing.directory import NOTHING, CacheTier, Reach
-from foreword.routing.prefix_popularity import PrefixPopularity
 
 _TIER_NAMES: Final = ("device", "host memory", "disk", "the shared store")
 _REASONS: Final = {
@@ -65,6 +65,9 @@ _REASONS: Final = {
 _TIE_SECONDS: Final = 0.005
 _MAX_REASONS: Final = 32
 _SHOWN_SECONDS: Final = 0.005  # parts of an estimate that are less are not worth a word
+# Each prompt reduces the weight of earlier ones by 1 %: about the last hundred prompts count.
+_DECAY: Final = 0.99
+_PRIOR_PROMPTS: Final = 5
 USUAL_OUTPUT: Final = 256.0
 USUAL_SHARE: Final = 0.1
 _FROM_NOWHERE: Final[tuple[int, ...]] = (0,) * len(_TIER_NAMES)
@@ -531,3 +534,30 @@ def rendezvous(key: bytes, names: Sequence[str]) -> str:
 
 def score(key: bytes, name: str) -> bytes:
     return blake2b(key, key=blake2b(name.encode(), digest_size=32).digest(), digest_size=8).digest()
+
+
+class PrefixPopularity:
+    """How common a prefix is among recent prompts: decayed counts of the last cached block of each prompt, about 200 bytes per
+    block, of the newest `size` blocks."""
+
+    def __init__(self, size: int = 1024) -> None:
+        self._counts: Newest[bytes, tuple[float, int]] = Newest(size)
+        self._prompts = 0
+        self._total = 0.0
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def record(self, key: bytes | None) -> float:
+        """Count a prompt whose cached prefix ends with the block `key` (None: nothing is cached).
+
+        Returns the share of recent prompts with this prefix, from 0 to 1. It is biased low while there are few prompts.
+        """
+        self._prompts += 1
+        self._total = self._total * _DECAY + 1.0
+        if key is None:
+            return 0.0
+        count, at = self._counts.get(key, (0.0, self._prompts))
+        count = count * _DECAY ** (self._prompts - at) + 1.0
+        self._counts[key] = count, self._prompts
+        return (count - 1) / (self._total + _PRIOR_PROMPTS)

@@ -34,8 +34,8 @@ from foreword.store.tier_counters import TierCounters, TierState
 from foreword.usage import MissExplained
 
 if TYPE_CHECKING:
+    from foreword.engine.request import ModelInfo
     from foreword.entrypoints.async_engine import AsyncEngine
-    from foreword.entrypoints.build_engine import ModelInfo
     from foreword.store.base import StoreStatus
     from foreword.store.tier import StoreTier
     from foreword.transfer.transfer_endpoint import EndpointStatus

@@ -28,8 +28,8 @@ from typing import Any, Final, NamedTuple
 import zmq
 
 from foreword.api.event_curve import secure_publisher
+from foreword.blocks.keys import is_public
 from foreword.blocks.layout import key_of
-from foreword.blocks.public import is_public
 from foreword.decoders import decode_msgpack
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished

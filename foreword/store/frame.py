@@ -35,9 +35,8 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES, named_root
 from foreword.blocks.layout import ROOT_BYTES
-from foreword.blocks.public import named_root
 from foreword.errors import BadFrame
 
 MAGIC: Final = b"FWKV"

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import logging
 import math
-import queue
 import threading
 import time
 from collections import Counter
@@ -28,17 +27,13 @@ from foreword.store.base import (
     BAD,
     FAILED,
     FOREIGN,
-    STEP_SECONDS,
     UNREADABLE,
-    Erased,
     Loan,
     Name,
     ReservedSlots,
     Store,
     StoreStatus,
     copy_error,
-    has_prefix,
-    step_deadline,
 )
 from foreword.store.frame import FOREIGN_REASONS, Frame, Header, UnreadBlock, check
 from foreword.store.tier_counters import Filling, LookupOutcome, Rate, TierCounters, TierState
@@ -64,11 +59,6 @@ _KINDS: Final = {FAILED: "block_failed", UNREADABLE: "block_unreadable", FOREIGN
 _UNREAD_TO_OPEN: Final = 3
 
 
-class _End:
-    """Follows the last result of a stream."""
-
-
-_END: Final = _End()
 _LOOKED_AGAIN: Final = 16  # damaged blocks are read again in batches of this size
 
 
@@ -82,10 +72,11 @@ class StoreTier:
         writable: whether blocks are written to and deleted from the store.
 
     Attributes:
+        listener: as in `subscribe`; None: there is none.
         location: names the tier to all instances that have it; "" if it ends with this process.
         local: whether it is memory or a disk of this machine.
         suspended: no block is searched or read here: an audit has found a wrong one that came from here.
-        selective: whether the tier refuses some blocks. `holds`: whether it gets blocks late (`store/tier_admission.py`).
+        selective: whether the tier refuses some blocks. `defers`: whether it gets blocks late (`store/tier_admission.py`).
         faster: the faster tiers.
     """
 
@@ -105,11 +96,11 @@ class StoreTier:
         self.counters = TierCounters()
         self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
-        self.selective = self.holds = False
+        self.selective = self.defers = False
         self.filling = Filling()
         self.faster: Sequence[StoreTier] = ()
         self._threads = TierThreads(store.label)
-        self._listener: Callable[[bool, Sequence[Name]], None] | None = None
+        self.listener: Callable[[bool, Sequence[Name]], None] | None = None
         self._status = StoreStatus()
         self._refusal = store.refusal
         self._probed: Sequence[Name] = ()
@@ -119,7 +110,7 @@ class StoreTier:
 
     def subscribe(self, listener: Callable[[bool, Sequence[Name]], None]) -> None:
         """Call `listener(stored, names)` whenever blocks are stored in or removed from this tier by this process."""
-        self._listener = listener
+        self.listener = listener
         self.store.on_evicted = lambda name: listener(False, [name])
 
     @property
@@ -168,6 +159,10 @@ class StoreTier:
         """Make a call of the store. Raises what it raises, and StoreHung if it has not returned shortly after the deadline."""
         return self._threads.call(call, deadline) if self.blocking else call()
 
+    def start(self, call: Callable[[], Result]) -> TierCall[Result]:
+        """Make a call of the store on a thread of the tier. Raises StoreUnavailable if too many have not returned."""
+        return self._threads.start(call)
+
     @property
     def answers(self) -> bool:
         """Whether calls are made, and nothing says that the next one will be late. One that is off has its trial calls."""
@@ -203,7 +198,7 @@ class StoreTier:
             self._succeeded()
 
         with contextlib.suppress(StoreError):
-            self._threads.start(look_up)
+            self.start(look_up)
 
     def _failed(self, error: Exception, *, certain: bool = False) -> None:
         with self._threads.lock:
@@ -367,7 +362,7 @@ class StoreTier:
         """The first of these frames, verified, in the memory of a store that lends it (`Store.lend`), up to one that is missing
         or damaged: `get` finds out what is the matter with that. They stay as they are until the context ends."""
         started = time.perf_counter()
-        with self.borrow(names, deadline) as loan:
+        with self.lend_unverified(names, deadline) as loan:
             frames = list[Frame]()
             for name, data in zip(names, loan.frames, strict=False):
                 outcome = _outcome(name, data, len(data), False)
@@ -379,9 +374,9 @@ class StoreTier:
                 self._count_read(frames, time.perf_counter() - started)
 
     @contextlib.contextmanager
-    def borrow(self, names: Sequence[Name], deadline: float) -> Iterator[Loan]:
+    def lend_unverified(self, names: Sequence[Name], deadline: float) -> Iterator[Loan]:
         """These frames in the memory of a store that lends it, not verified: the caller verifies them where it copies them to.
-        It says with `count_borrowed` how many were right, and reads the first that was not with `get`, which finds out."""
+        It says with `count_read` how many were right, and reads the first that was not with `get`, which finds out."""
         loan = Loan()
         with contextlib.ExitStack() as stack:
             if not self.suspended:
@@ -389,10 +384,11 @@ class StoreTier:
                     loan = stack.enter_context(self.store.lend(names, deadline=deadline))
             yield loan
 
-    def count_borrowed(self, blocks: int, size: int, seconds: float) -> None:
-        """Count borrowed frames that were right, with their bytes together, and the time that the read took; 0.0: not known."""
+    def count_read(self, blocks: int, size: int, seconds: float, missed: int = 0) -> None:
+        """Count frames that were right, with their bytes together, and the time that the read took; 0.0: not known."""
         with self._threads.lock:
             self.counters.hit_blocks += blocks
+            self.counters.missed_blocks += missed
             self.counters.read_bytes += size
             self.counters.read_seconds += seconds
             if size and seconds:
@@ -444,7 +440,7 @@ class StoreTier:
         self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float
     ) -> TierCall[list[Outcome]] | Exception:
         try:
-            return self._threads.start(lambda: self._read_part(names, buffers, deadline))
+            return self.start(lambda: self._read_part(names, buffers, deadline))
         except StoreError as error:
             return error
 
@@ -457,13 +453,7 @@ class StoreTier:
         """Count blocks and bytes. Returns how many blocks were read."""
         found = sum(frame is not None for frame in frames)
         read = sum(len(frame.data) for frame in frames if frame is not None)
-        with self._threads.lock:
-            self.counters.hit_blocks += found
-            self.counters.missed_blocks += len(frames) - found
-            self.counters.read_bytes += read
-            self.counters.read_seconds += seconds
-            if read:
-                self.read_rate.note(read, seconds)
+        self.count_read(found, read, seconds, len(frames) - found)
         return found
 
     def _count_faults(
@@ -510,7 +500,7 @@ class StoreTier:
         self._deleting[done] = until
         try:
             if self.blocking:
-                self._threads.start(work).wait(deadline)
+                self.start(work).wait(deadline)
             else:
                 work()
         except StoreError:
@@ -570,9 +560,9 @@ class StoreTier:
             self._note_refusal(copy_error(error))
             return 0
         self._note_refusal(self.store.refusal)
-        if self._listener is not None:
+        if self.listener is not None:
             names = [frame.name for frame in frames]
-            self._notify(True, names if kept == len(names) else self._present(names, deadline))
+            self.notify(True, names if kept == len(names) else self._present(names, deadline))
         return kept
 
     def reserve(
@@ -593,9 +583,9 @@ class StoreTier:
             self.counters.written_blocks += kept
             self.counters.written_bytes += size * kept // max(len(headers), 1)
             self.counters.write_seconds += seconds
-        if self._listener is not None and kept:
+        if self.listener is not None and kept:
             names = [header.name for header in headers]
-            self._notify(True, names if kept == len(names) else self._present(names, math.inf))
+            self.notify(True, names if kept == len(names) else self._present(names, math.inf))
         return kept
 
     def abandon(self, reserved: ReservedSlots) -> None:
@@ -626,69 +616,21 @@ class StoreTier:
         return self.call(lambda: self._delete(names, deadline), deadline)
 
     def _delete(self, names: Sequence[Name], deadline: float) -> int:
-        self.drop_held(frozenset(names).__contains__, deadline)
+        self.drop_deferred(frozenset(names).__contains__, deadline)
         count = self.store.delete(names, deadline=deadline)
-        self._notify(False, names)
+        self.notify(False, names)
         return count
 
-    def write_held(self, deadline: float, *, everything: bool = False) -> None:
-        """Write the oldest of what is held back, or everything, from the faster tiers."""
+    def write_deferred(self, deadline: float, *, everything: bool = False) -> None:
+        """Write the oldest of what is deferred, or everything, from the faster tiers."""
 
-    def drop_held(self, chosen: Callable[[Name], bool], deadline: float) -> None:
-        """Drop these blocks of what is held back, after what is being written now. Raises StoreTimeout."""
+    def drop_deferred(self, chosen: Callable[[Name], bool], deadline: float) -> None:
+        """Drop these blocks of what is deferred, after what is being written now. Raises StoreTimeout."""
 
-    def erase(self, layout: bytes, root: bytes, chosen: Collection[Name] | None, deadline: float) -> Iterator[Erased]:
-        """Delete all blocks with this layout and root (b"": any), or those of them that are chosen, even if the circuit breaker
-        is open. Yields what `Store.erase_steps` does. Raises StoreHung."""
-        return self.stream(lambda: self._erase(layout, root, chosen, deadline))
-
-    def _erase(self, layout: bytes, root: bytes, chosen: Collection[Name] | None, deadline: float) -> Iterator[Erased]:
-        self.drop_held(
-            lambda name: has_prefix(name, layout, root) and (chosen is None or name in chosen), step_deadline(deadline)
-        )
-        if self._listener is not None:
-            with contextlib.suppress(StoreError):
-                for names in self.store.list_names(layout, root, deadline=deadline):
-                    self._notify(False, names if chosen is None else [name for name in names if name in chosen])
-                    yield Erased()
-        yield from self.store.erase_steps(layout, root, chosen=chosen, deadline=deadline)
-
-    def stream(self, start: Callable[[], Iterator[Result]]) -> Iterator[Result]:
-        """The results of a call of the store that may be long, such as a listing. Raises what it raises, and StoreHung if none
-        comes for twice the time of a step."""
-        if not self.blocking:
-            yield from start()
-            return
-        results: queue.SimpleQueue[Result | _End] = queue.SimpleQueue()
-        left = threading.Event()
-
-        def work() -> None:
-            try:
-                for result in start():
-                    if left.is_set():
-                        return
-                    results.put(result)
-            finally:
-                results.put(_END)
-
-        call = self._threads.start(work)
-        try:
-            while True:
-                try:
-                    result = results.get(timeout=2 * STEP_SECONDS)
-                except queue.Empty:
-                    call.result(time.monotonic())
-                    raise StoreHung("a store does not go on") from None
-                if isinstance(result, _End):
-                    call.result(time.monotonic() + STEP_SECONDS)
-                    return
-                yield result
-        finally:
-            left.set()
-
-    def _notify(self, stored: bool, names: Sequence[Name]) -> None:
-        if self._listener is not None and names:
-            self._listener(stored, names)
+    def notify(self, stored: bool, names: Sequence[Name]) -> None:
+        """Tell the listener that this process has stored blocks here, or removed them."""
+        if self.listener is not None and names:
+            self.listener(stored, names)
 
     # Status and end
 

@@ -15,15 +15,15 @@ from typing import Final
 
 from foreword.errors import StoreConfigError, StoreTimeout
 from foreword.store.base import Name, Store
+from foreword.store.deferred_writes import DeferredWrites
 from foreword.store.frame import HEADER_BYTES, Frame, Header
-from foreword.store.held_writes import HeldWrites
 from foreword.store.tier import StoreTier
 from foreword.store.tier_counters import TierState
 from foreword.store.tier_rules import BlockUse, TierRule
 
 RULES: Final = ("every", "second", "prompts")
 _REMEMBERED: Final = 1 << 18  # blocks of a generation, of which there are two: at most about 50 MB per tier
-_HELD_BLOCKS: Final = 32  # of what is held back, read and written together
+_DEFERRED_BLOCKS: Final = 32  # of what is deferred, read and written together
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class AdmissionRule(TierRule):
         admit: "every" block; a block at its "second" use; or blocks of "prompts", not those of answers.
         min_tokens: blocks of requests whose prompts have at least this number of tokens.
         write_rate: bytes per second, with bursts of one second; 0: no limit. What exceeds it is not written.
-        hold: bytes that wait in a faster tier before the oldest are written here (`held_writes.py`).
+        hold: bytes that wait in a faster tier before the oldest are written here (`deferred_writes.py`).
 
     Raises StoreConfigError.
     """
@@ -62,7 +62,7 @@ class TierAdmission:
 
     Attributes:
         refused: number of blocks by reason: `first_use`, `answer`, `short`, `rate`, `gap` (behind a refused block), `unneeded`
-            (`HeldWrites`) and `gone` (no faster tier had it any more when it was its turn).
+            (`DeferredWrites`) and `gone` (no faster tier had it any more when it was its turn).
     """
 
     def __init__(self, rule: AdmissionRule, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,21 +137,21 @@ class RuledTier(StoreTier):
 
     Attributes:
         admission: what decides about blocks.
-        held: blocks that are not written yet.
+        deferred: blocks that are not written yet.
     """
 
     def __init__(self, rule: AdmissionRule, store: Store, clock: Callable[[], float], *, writable: bool) -> None:
         super().__init__(store, clock, writable=writable)
         self.admission = TierAdmission(rule, clock)
-        self.held = HeldWrites(rule.hold, self.admission.refused)
+        self.deferred = DeferredWrites(rule.hold, self.admission.refused)
         self.counters.refused = self.admission.refused
-        self.selective, self.holds = True, bool(rule.hold)
-        self._writing_held = threading.Lock()
+        self.selective, self.defers = True, bool(rule.hold)
+        self._writing_deferred = threading.Lock()
 
     @property
     def state(self) -> TierState:
         found = super().state
-        return TierState.HOLDING if found is TierState.OK and len(self.held) else found
+        return TierState.HOLDING if found is TierState.OK and len(self.deferred) else found
 
     def admits(self, headers: Sequence[Header], use: BlockUse) -> list[bool]:
         with self._threads.lock:
@@ -161,23 +161,23 @@ class RuledTier(StoreTier):
         return not self.admission.has(name)
 
     def put(self, frames: Sequence[Frame], deadline: float, *, wait: bool = True) -> int:
-        if not self.holds:
+        if not self.defers:
             return super().put(frames, deadline, wait=wait)
-        with self._writing_held:
-            self.held.add(frames)
-        self.write_held(deadline)
+        with self._writing_deferred:
+            self.deferred.add(frames)
+        self.write_deferred(deadline)
         return 0
 
-    def write_held(self, deadline: float, *, everything: bool = False) -> None:
-        more = self.holds
-        while more and self._writing_held.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+    def write_deferred(self, deadline: float, *, everything: bool = False) -> None:
+        more = self.defers
+        while more and self._writing_deferred.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
             try:
                 more = self._write_oldest(deadline, everything)
             finally:
-                self._writing_held.release()
+                self._writing_deferred.release()
 
     def _write_oldest(self, deadline: float, everything: bool) -> bool:
-        names, found = self.held.take(_HELD_BLOCKS, everything=everything), dict[Name, Frame]()
+        names, found = self.deferred.take(_DEFERRED_BLOCKS, everything=everything), dict[Name, Frame]()
         for tier in self.faster:
             missing = [name for name in names if name not in found]
             buffers = [memoryview(bytearray(names[name])) for name in missing]
@@ -189,10 +189,10 @@ class RuledTier(StoreTier):
             super().put([found[name] for name in names if name in found], deadline, wait=not everything)
         return bool(names)
 
-    def drop_held(self, chosen: Callable[[Name], bool], deadline: float) -> None:
-        if not self.holds:
+    def drop_deferred(self, chosen: Callable[[Name], bool], deadline: float) -> None:
+        if not self.defers:
             return
-        if not self._writing_held.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
-            raise StoreTimeout(f"{self.label}: blocks that were held back are still being written")
-        self.held.drop(chosen)
-        self._writing_held.release()
+        if not self._writing_deferred.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise StoreTimeout(f"{self.label}: blocks that were deferred are still being written")
+        self.deferred.drop(chosen)
+        self._writing_deferred.release()

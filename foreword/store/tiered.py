@@ -123,7 +123,7 @@ class TieredStore(Store):
 
     Attributes:
         writable: indexes of the tiers that take writes.
-        selective: whether a tier does not take every block. `holds`: whether one holds blocks back.
+        selective: whether a tier does not take every block. `defers`: whether one gets blocks late.
         record_tiers: the tiers that keep records, in the order in which they are read.
     """
 
@@ -144,11 +144,11 @@ class TieredStore(Store):
         ]
         for index, tier in enumerate(self.tiers):
             tier.faster = self.tiers[:index]
-            if tier.holds and not index:
+            if tier.defers and not index:
                 raise StoreConfigError(f"{tier.label}: {HOLD_NEEDS}")
         for tier, location in zip(self.tiers, locations or (), strict=locations is not None):
             tier.location = location
-        self.holds = any(tier.holds for tier in self.tiers)
+        self.defers = any(tier.defers for tier in self.tiers)
         self.selective = any(tier.selective for tier in self.tiers)
         self.label = " > ".join(tier.label for tier in self.tiers)
         chosen = sorted(persistent or ()) or self.writable or range(len(stores))
@@ -342,16 +342,28 @@ class TieredStore(Store):
         """The faster, writable tiers to which a block found in this tier is copied."""
         return tuple(index for index in self.writable if index < tier)
 
-    def drop_held(self, names: Sequence[Name]) -> None:
-        """Nothing continues these blocks: what a tier holds back of them is not written."""
+    def promoted(self, headers: Sequence[Header], tier: int) -> Iterator[tuple[Tiers, int, int]]:
+        """Divide blocks found in this tier, in chain order, as `admitted` does: into runs for the same faster tiers."""
+        return self.admitted(headers, BlockUse(promotion=True), self.promotion_targets(tier))
+
+    def read_through(self, tier: int) -> StoreTier | None:
+        """The tier into whose slots blocks of this one are read, so that it has them without a copy: the only one to which they
+        are promoted, if it takes all blocks and reserves slots."""
+        faster = [self.tiers[index] for index in self.promotion_targets(tier)]
+        return (
+            faster[0] if len(faster) == 1 and not faster[0].selective and faster[0].store.memory is not None else None
+        )
+
+    def drop_deferred(self, names: Sequence[Name]) -> None:
+        """Nothing continues these blocks: what a tier defers of them is not written."""
         for tier in self.tiers:
             with contextlib.suppress(StoreError):
-                tier.drop_held(frozenset(names).__contains__, step_deadline(math.inf))
+                tier.drop_deferred(frozenset(names).__contains__, step_deadline(math.inf))
 
-    def write_held(self, timeout: float) -> None:
-        """Write what tiers hold back, for about `timeout` seconds."""
+    def write_deferred(self, timeout: float) -> None:
+        """Write what tiers defer, for about `timeout` seconds."""
         for tier in self.tiers:
-            tier.write_held(time.monotonic() + timeout, everything=True)
+            tier.write_deferred(time.monotonic() + timeout, everything=True)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         """Delete blocks from every tier, even where the circuit breaker is open. Returns the largest number of one tier.
@@ -363,7 +375,7 @@ class TieredStore(Store):
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         def in_tier(tier: StoreTier) -> int:
             if pinned:
-                tier.write_held(deadline, everything=True)
+                tier.write_deferred(deadline, everything=True)
             return tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0, deadline)
 
         return max((in_tier(self.tiers[index]) for index in self.writable), default=0)

@@ -19,9 +19,10 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
-from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text, TokenEntry
+from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text
 from foreword.api.request import DialectName, GenerateRequest
 from foreword.api.sse import DONE
+from foreword.api.token_entry import TokenEntry
 from foreword.errors import BadRequest
 from foreword.request_errors import PromptTooLong, QueueFull, ReplicaFailed
 

@@ -14,15 +14,9 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.dialect_writers import WRITERS
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead, Writer
-from foreword.api.output import (
-    CallStart,
-    ChoiceDelta,
-    PromptInfo,
-    Text,
-    TokenEntry,
-    Usage,
-)
+from foreword.api.output import CallStart, ChoiceDelta, PromptInfo, Text, Usage
 from foreword.api.request import CacheBreakpoint, DialectName, GenerateRequest, OutputFormat, Tool, ToolCall, ToolChoice
+from foreword.api.token_entry import TokenEntry
 from foreword.errors import BadRequest
 from foreword.request_errors import EngineFailed
 

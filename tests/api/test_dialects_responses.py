@@ -17,8 +17,9 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.responses import parse
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import ResponseHead
-from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Text, TokenEntry
+from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Text
 from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
+from foreword.api.token_entry import TokenEntry
 from foreword.errors import BadRequest
 from foreword.request_errors import EngineFailed
 

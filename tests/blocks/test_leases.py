@@ -131,7 +131,7 @@ def test_shared_blocks_count_once() -> None:
     for count in (3, 6, 10):
         assert case.retain("a", count).status == "accepted"
     assert case.retained == 10
-    assert len(case.book) == 3
+    assert case.book.count == 3
     case.book.release("t", keys_of("t", "a", 10)[8:])
     assert case.retained == 6
     assert case.device.references == Counter(blocks_of("t", "a", 6)) + Counter(blocks_of("t", "a", 3))
@@ -147,7 +147,7 @@ def test_a_ttl_counts_from_the_last_use() -> None:
     assert [one.tokens for one in case.book.on_path("t", keys_of("t", "a", 5))] == [2 * SIZE]
     case.clock.now += 59
     case.book.expire()
-    assert len(case.book) == 2, "the second one is over, the first one was used"
+    assert case.book.count == 2, "the second one is over, the first one was used"
     case.clock.now += 2
     case.book.expire()
     assert list(case.kept()) == [keys_of("t", "c", 2)[-1]]
@@ -174,7 +174,7 @@ def test_a_tenant_has_a_limited_number() -> None:
     case = Case(1000, most=5)
     for number in range(8):
         assert case.retain("abcdefgh"[number], 1, priority=number % 2).status == "accepted"
-    assert len(case.book) == 5
+    assert case.book.count == 5
     for name in "pqrst":
         case.retain(name, 1, ttl=None)
     assert case.retain("z", 1).status == "refused"

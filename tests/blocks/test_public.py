@@ -10,10 +10,9 @@ from example_counts import represented
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.blocks.keys import FINGERPRINT_BYTES, Scope, TokenChain, chain_keys
+from foreword.blocks.keys import FINGERPRINT_BYTES, Scope, TokenChain, chain_keys, is_public
 from foreword.blocks.layout import PREFIX_BYTES, block_names
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.blocks.public import is_public
 from foreword.blocks.public_blocks import PublicBlocks, public_keys, public_root
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import PUBLIC, TENANT_BYTES, Salt

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tiny
 
-from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import PrefixCache
+from foreword.engine.cache_report import MissHistory
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.scheduler import Scheduler

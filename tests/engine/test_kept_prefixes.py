@@ -21,7 +21,7 @@ from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content
 from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService
-from foreword.prefixes.stored_names import StoredPrefixes
+from foreword.prefixes.stored_names import PrefixStorage
 from foreword.store.urls import open_store
 
 BLOCK = 4
@@ -102,7 +102,7 @@ class ServerNames(Keeper):
             return llm.tokenizer.encode(content)
 
         pins = StorePins(self._store, llm.info.namespace, [group])
-        storage = StoredPrefixes(self._store, pins, "m", BLOCK)
+        storage = PrefixStorage(self._store, pins, "m", BLOCK)
         self._service = PrefixService(tokenize, lambda name, tokens: None, storage)
 
     def keep(self, text: str) -> None:

@@ -32,7 +32,7 @@ from foreword.prefixes.lease_follower import LeaseFollower
 from foreword.prefixes.lease_records import RETENTIONS, RetentionRecord
 from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService
-from foreword.prefixes.stored_names import StoredPrefixes
+from foreword.prefixes.stored_names import PrefixStorage
 from foreword.store import shared_records
 from foreword.store.frame import RAW, Header, frame
 from foreword.store.machine import clock_id
@@ -270,7 +270,7 @@ def test_tenants_lease_the_same_public_blocks(monkeypatch: pytest.MonkeyPatch) -
         assert (place.kept(), len(place.book.of(tenant_digest(b"y")))) == (5, 1)
         assert place.book.on_path(tenant_digest(b"x"), shared) == []
         assert len(place.book.release(tenant_digest(b"y"), shared)) == 1
-        assert (place.kept(), len(place.book)) == (0, 0)
+        assert (place.kept(), place.book.count) == (0, 0)
 
 
 @dataclass
@@ -425,7 +425,7 @@ def test_records_of_earlier_builds(build: str, monkeypatch: pytest.MonkeyPatch) 
         service = PrefixService(
             lambda content: [ord(char) for char in str(content)],
             lambda *_: None,
-            StoredPrefixes(store, pins, "m", SIZE),
+            PrefixStorage(store, pins, "m", SIZE),
         )
         try:
             timed, lasting = book.of(TENANT)

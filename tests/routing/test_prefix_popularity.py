@@ -8,8 +8,7 @@ from hashlib import sha256
 import pytest
 
 from foreword.routing.costs import ReplicaCosts
-from foreword.routing.placement import Candidate, CostPolicy, PlacementQuery
-from foreword.routing.prefix_popularity import PrefixPopularity
+from foreword.routing.placement import Candidate, CostPolicy, PlacementQuery, PrefixPopularity
 
 COSTS = ReplicaCosts(prefill=1e-3, first=0.0, decode_each=0.0)
 

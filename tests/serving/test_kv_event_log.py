@@ -14,8 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.public import is_public
+from foreword.blocks.keys import Scope, chain_keys, is_public
 from foreword.blocks.public_blocks import PublicBlocks, public_keys
 from foreword.blocks.salt import NO_SALT, PUBLIC, Salt
 from foreword.events import BlocksRemoved

@@ -4,41 +4,84 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any, ClassVar, cast
 
+import aiohttp
 import httpx
 import pytest
-from aiohttp import web
 from router_parts import Loop, RouterThread
-from scripted_replica import ScriptedReplica
 
+import foreword
 from foreword.router.proxied_request import ProxiedRequest
 
 _REQUESTS = 20
+# Functions of these packages are counted; others, such as those that log, differ between a test and a process.
+_COUNTED = tuple(str(Path(package.__file__).parent) for package in (aiohttp, foreword) if package.__file__)
 _EVENT = b'data: {"id":"c","object":"text_completion","choices":[{"index":0,"text":"a","finish_reason":%b}]}\n\n'
-_STREAM = _EVENT % b"null" * 15 + _EVENT % b'"length"' + b"data: [DONE]\n\n"
+_EVENTS = [*[_EVENT % b"null"] * 15, _EVENT % b'"length"', b"data: [DONE]\n\n"]
+_MODELS = b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"somebody","max_model_len":8192}]}'
 
 
-class Prompt(ScriptedReplica):
-    """Sends a stream of 16 events at once."""
+class Prompt(asyncio.Protocol):
+    """Sends a stream of 16 events at once, each in a chunk of its own as servers write them. `received`: in one piece each."""
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.post("/v1/completions", self._answer)]
+    received: ClassVar[list[bytes]] = []
 
-    async def _answer(self, request: web.Request) -> web.Response:
-        return web.Response(body=_STREAM, headers={"content-type": "text/event-stream"})
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self._data = cast(asyncio.Transport, transport), b""
+
+    def data_received(self, data: bytes) -> None:
+        self.received.append(data)
+        self._data += data
+        head, found, rest = self._data.partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        if found and len(rest) >= (int(length[1]) if length else 0):
+            self._data = b""
+            self._transport.write(self._answer(head.split()[1]))
+
+    def _answer(self, path: bytes) -> bytes:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n"
+        if path == b"/v1/completions":
+            chunks = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in _EVENTS)
+            return head % b"text/event-stream" + b"transfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+        found = b"{}" if path == b"/health" else _MODELS
+        return head % b"application/json" + b"content-length: %d\r\n\r\n%b" % (len(found), found)
+
+
+def started(loop: Loop) -> str:
+    """The URL of a new server."""
+
+    async def start() -> str:
+        server = await asyncio.get_running_loop().create_server(Prompt, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    url: str = loop.call(start)
+    return url
 
 
 class CountingRouter(RouterThread):
-    """Counts the tasks that are started on its event loop."""
+    """Counts the tasks that are started on its event loop, or the calls of Python functions there."""
 
-    tasks = 0
+    tasks = calls = 0
 
     def count(self) -> None:
         """Count from now on."""
         self._loop.call_soon_threadsafe(self._loop.set_task_factory, self._start)
+
+    def count_calls(self, on: bool) -> None:
+        """Begin or end to count calls; what counts them slows the router down."""
+        self._loop.call_soon_threadsafe(sys.setprofile, self._called if on else None)
+
+    def _called(self, frame: FrameType, event: str, argument: object) -> None:
+        self.calls += event == "call" and frame.f_code.co_filename.startswith(_COUNTED)
 
     def _start(self, loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
         self.tasks += 1
@@ -49,21 +92,21 @@ class CountingRouter(RouterThread):
 def router() -> Iterator[CountingRouter]:
     """A router in front of two plain servers."""
     loop = Loop()
-    found = [Prompt(loop, owner="somebody") for _ in range(2)]
-    router = CountingRouter(*(word for one in found for word in ("--replica", one.url)))
+    router = CountingRouter(*(word for _ in range(2) for word in ("--replica", started(loop))))
     try:
         yield router.wait_for(2)
     finally:
         router.kill()
 
 
-def ask(router: RouterThread, count: int) -> None:
-    """Send streamed requests one by one over one connection, each with a prompt of its own."""
+def ask(router: RouterThread, count: int, answered: Callable[[], object] = lambda: None) -> None:
+    """Send streamed requests one by one over one connection, each with a prompt of its own. `answered`: called after each."""
     with closing(httpx.Client(timeout=60)) as client:
         for number in range(count):
             body = {"model": "m", "prompt": f"{number} tell me more " * 40, "max_tokens": 16, "stream": True}
             answer = client.post(f"{router.url}/v1/completions", json=body)
-            assert answer.status_code == 200 and answer.content == _STREAM
+            assert answer.status_code == 200 and answer.content == b"".join(_EVENTS)
+            answered()
 
 
 def test_a_stream_leaves_nothing_to_the_garbage_collector(router: CountingRouter) -> None:
@@ -91,3 +134,24 @@ def test_a_stream_takes_two_tasks(router: CountingRouter) -> None:
         found.append(router.tasks - before)
     # Some answers come in parts, or beside a probe.
     assert min(found) == 2
+
+
+def test_a_stream_takes_no_more_calls_than_before_prices(router: CountingRouter) -> None:
+    """A request of 16 events takes at most as many calls of Python functions, aiohttp's too, as before placement had prices and
+    routers knew suspects. Generators count with each of their values."""
+    seen: list[int] = []
+    router.count_calls(True)
+    ask(router, 2 * _REQUESTS, lambda: seen.append(router.calls))
+    router.count_calls(False)
+    # Probes come between some requests.
+    found = median(after - before for before, after in pairwise(seen[4:]))
+    assert found <= 1000
+
+
+def test_a_request_is_sent_in_one_call(router: CountingRouter) -> None:
+    """Head and body of a request go to the replica together: each call of the system costs as much as 50 of Python."""
+    Prompt.received.clear()
+    ask(router, _REQUESTS)
+    whole = [data for data in Prompt.received if data.startswith(b"POST /v1/completions")]
+    assert len(whole) == _REQUESTS
+    assert all(b"tell me more" in data for data in whole)

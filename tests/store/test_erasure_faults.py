@@ -43,7 +43,7 @@ def of(salt: Salt, seed: int) -> list[Frame]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A place that does not answer is given up after a second."""
     monkeypatch.setattr(foreword.store.base, "STEP_SECONDS", 1.0)
-    monkeypatch.setattr("foreword.store.tier.STEP_SECONDS", 1.0)
+    monkeypatch.setattr("foreword.prefixes.tier_erasure.STEP_SECONDS", 1.0)
 
 
 @pytest.fixture

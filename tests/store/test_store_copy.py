@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from foreword.cli import main as cli
 from foreword.conformance import make_frames, names_of, read, soon, whole
-from foreword.errors import StoreConfigError
+from foreword.errors import StoreConfigError, StoreFull
 from foreword.prefixes.open_erasures import ERASURES, ErasureRecord
 from foreword.prefixes.store_copy import StoreCopy, copy_store
 from foreword.store.base import FAILED, UNREADABLE, Store
@@ -404,6 +404,32 @@ def test_a_block_that_cannot_be_read() -> None:
     assert [one.rpartition("/")[2] for one in done.named] == [
         ": ".join(pair) for pair in zip(keys, reasons, strict=True)
     ]
+
+
+class LateToWrite(MemoryStore):
+    """A store whose first call to put writes all frames but the last one, and whose later ones raise, if `full`."""
+
+    def __init__(self, *, full: bool) -> None:
+        super().__init__(size=1 << 24)
+        self.full, self.puts = full, 0
+
+    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        self.puts += 1
+        if self.full:
+            raise StoreFull("no space is left")
+        return super().put(frames[: -1 if self.puts == 1 else None], deadline=deadline)
+
+
+def test_blocks_that_were_not_written_are_written_again() -> None:
+    """A block that a target has not after a write is written once more. A full target ends the copy at once, and is named."""
+    frames = make_frames(13, 10, PAYLOAD)
+    source = memory()
+    source.tiers[0].store.put(frames, deadline=soon())
+    late, full = LateToWrite(full=False), LateToWrite(full=True)
+    done = copy_store(tier(source), tier(TieredStore([late])))
+    assert (done.blocks, done.lost, done.complete, late.puts) == (10, 0, True, 2)
+    done = copy_store(tier(source), tier(TieredStore([full])), shown=("old", "new"), patience=1e6)
+    assert (done.ended, done.complete, full.puts) == ("new: no space is left", False, 1)
 
 
 def test_a_damaged_block_is_named(tmp_path: Path, closed: Callable[[Callable[[], object]], object]) -> None:

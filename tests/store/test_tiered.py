@@ -92,6 +92,24 @@ def test_each_block_from_the_fastest_tier(tiers: Tiers) -> None:
     assert [tiers.store.promotion_targets(number) for number in (0, 1)] == [(), (0,)]
 
 
+def test_a_suspended_tier_lends_nothing() -> None:
+    """A tier that an audit has suspended neither reads blocks nor lends them, and does both again afterwards."""
+    frames = make_frames(1, 3, PAYLOAD)
+    store = TieredStore([MemoryStore(1 << 20)])
+    put_all(store, frames)
+
+    def lent() -> int:
+        with store.tiers[0].lend(names_of(frames), soon()) as (_, sound):
+            return len(sound)
+
+    assert lent() == 3
+    store.tiers[0].suspended = True
+    assert lent() == 0 and read(store, frames) == [None] * 3
+    store.tiers[0].suspended = False
+    assert lent() == 3 and None not in read(store, frames)
+    store.close()
+
+
 @pytest.mark.parametrize("fault", ["corrupt", "truncate", "swap"])
 def test_a_bad_block_comes_from_the_next_tier(tiers: Tiers, fault: Fault) -> None:
     """A block that one tier returns damaged is deleted there, counted, and read from the next tier."""

@@ -45,4 +45,4 @@ def test_a_rule_names_what_to_install(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(StoreConfigError, match="min_tokens"):
         parse(f"{plain}&min_tokens=many")
     with closing(open_store([memory, plain])) as store:
-        assert not store.selective and not store.holds
+        assert not store.selective and not store.defers

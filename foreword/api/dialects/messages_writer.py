@@ -12,9 +12,10 @@ from foreword.api import sse
 from foreword.api.dialects.writer import BaseWriter, Block, ChoiceOutput, ResponseHead, messages_diagnostics, to_json
 from foreword.api.errors import ErrorResponse
 from foreword.api.errors import error_response as openai_error_response
-from foreword.api.output import CallArguments, ChoiceDelta, Piece, Text, TokenEntry, Usage
+from foreword.api.output import CallArguments, ChoiceDelta, Piece, Text, Usage
 from foreword.api.request import GenerateRequest
 from foreword.api.sse import utf8
+from foreword.api.token_entry import TokenEntry
 from foreword.errors import ForewordError
 from foreword.request_errors import ReplicaFailed
 

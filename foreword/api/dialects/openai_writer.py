@@ -9,8 +9,9 @@ from typing import Any, Final
 from foreword.api import logprobs, sse
 from foreword.api.dialects.writer import BaseWriter, ChoiceOutput, ResponseHead, to_json
 from foreword.api.errors import error_body
-from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Piece, PromptInfo, Text, TokenEntry, Usage
+from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Piece, PromptInfo, Text, Usage
 from foreword.api.request import GenerateRequest
+from foreword.api.token_entry import TokenEntry
 from foreword.errors import ForewordError
 
 DONE: Final = b"data: " + sse.DONE + b"\n\n"

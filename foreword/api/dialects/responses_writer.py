@@ -9,8 +9,9 @@ import msgspec
 
 from foreword.api import logprobs
 from foreword.api.dialects.writer import BaseWriter, Block, ResponseHead, responses_diagnostics, to_json
-from foreword.api.output import ChoiceDelta, Piece, TokenEntry, Usage
+from foreword.api.output import ChoiceDelta, Piece, Usage
 from foreword.api.request import GenerateRequest
+from foreword.api.token_entry import TokenEntry
 from foreword.decoders import decode_json
 from foreword.errors import ForewordError
 from foreword.request_errors import ReplicaFailed

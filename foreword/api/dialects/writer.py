@@ -19,10 +19,10 @@ from foreword.api.output import (
     PromptInfo,
     Reasoning,
     Text,
-    TokenEntry,
     Usage,
 )
 from foreword.api.request import GenerateRequest
+from foreword.api.token_entry import TokenEntry
 from foreword.errors import ForewordError
 
 _NO_MISS: Final = ("all_cached", "new_text")

@@ -32,6 +32,7 @@ from foreword.blocks.layout import Layout
 from foreword.config_layers import build
 from foreword.errors import ConfigError, StoreError, did_you_mean
 from foreword.integrations.sglang.hicache_identity import page_layout, server_namespace
+from foreword.prefixes.tier_erasure import erase_tier
 from foreword.store.base import Name
 from foreword.store.engine_store import EngineStore
 from foreword.store.frame import HEADER_BYTES
@@ -340,7 +341,7 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         for tier in (self._store.tiers[index] for index in self._store.writable):
             for pool in self._pools.values():
                 try:
-                    steps = list(tier.erase(pool.layout.fingerprint, b"", None, deadline))
+                    steps = list(erase_tier(tier, pool.layout.fingerprint, b"", None, deadline))
                 except StoreError as error:
                     problems.append(f"{tier.label}: {error.message}")
                     continue

@@ -28,7 +28,7 @@ from foreword.store.tiered import TieredStore
 from foreword.store.urls import labels_of
 
 if TYPE_CHECKING:
-    from foreword.integrations.vllm_extras.interfaces import Leases
+    from foreword.integrations.vllm_extras.interfaces import InstanceLeases
 
 REPORT_SECONDS: Final = 0.1
 
@@ -184,7 +184,7 @@ class StatsReader:
         lookups: StoreLookups,
         costs: LoadCosts,
         offload: OffloadManager | None = None,
-        leases: Leases | None = None,
+        leases: InstanceLeases | None = None,
     ) -> None:
         self._process = process
         self._store = store
@@ -262,7 +262,7 @@ def _amounts(of: Iterable[Series], counters: object, *labels: str) -> dict[str, 
     }
 
 
-def _of_leases(leases: Leases | None) -> Mapping[str, float]:
+def _of_leases(leases: InstanceLeases | None) -> Mapping[str, float]:
     return leases.counted() if leases is not None else {}
 
 

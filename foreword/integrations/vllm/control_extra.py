@@ -82,6 +82,6 @@ def engine_control(info: KVCacheInfo, store: TieredStore) -> EngineControl:
 
 def retire(offload: OffloadManager, info: KVCacheInfo, retired: Sequence[RetiredBlocks]) -> None:
     """Give a worker what `EngineControl.take_retired` of the scheduler has returned."""
-    extra: ControlExtra | None = of_product(_EXTRA) if retired else None
+    extra: ControlExtra | None = of_product(_EXTRA)
     if extra is not None:
         extra.retire(offload, info, retired)

@@ -63,7 +63,7 @@ from foreword.store.types import Reach
 from foreword.store.urls import parse
 
 if TYPE_CHECKING:
-    from foreword.integrations.vllm_extras.interfaces import ChangeWatch, Endpoint, InstanceEndpoint, Leases
+    from foreword.integrations.vllm_extras.interfaces import ChangeWatch, Endpoint, InstanceEndpoint, InstanceLeases
 
 logger = logging.getLogger(__name__)
 
@@ -489,7 +489,8 @@ class ForewordConnectorWorker:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
             named = [name for group, root, key in metadata.deletes for name in block_names(layouts[group], root, [key])]
             self.offload.delete(lambda: named)
-        retire(self.offload, self._info, metadata.retired)
+        if metadata.retired:
+            retire(self.offload, self._info, metadata.retired)
         if self._leases is not None:
             for lease in metadata.leases:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):
@@ -526,7 +527,7 @@ class ForewordConnectorWorker:
     # Hand-off
 
     @property
-    def _leases(self) -> Leases | None:
+    def _leases(self) -> InstanceLeases | None:
         return self._instances.leases if self._instances is not None else None
 
     def begin_step(self, metadata: ForewordConnectorMetadata) -> None:

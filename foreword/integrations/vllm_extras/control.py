@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from foreword.blocks.keys import Scope, TokenChain
-from foreword.blocks.salt import Salt, tenant_digest
+from foreword.blocks.salt import PUBLIC, Salt, tenant_digest
 from foreword.integrations.vllm.connector_config import KVCacheInfo
 from foreword.integrations.vllm.control_extra import PARAMS_KEY, SESSION_KEY, EngineControl
 from foreword.integrations.vllm.request_identity import salt_of
@@ -32,25 +32,29 @@ class ConnectorControl(EngineControl):
         self._retentions = ConnectorRetentions(
             store, info.stored_groups(), info.model, info.key_size, info.step, per_key
         )
-        self._sessions = ConnectorSessions(info, self._retentions.book)
+        self._sessions: ConnectorSessions | None = None  # until a request names one
         super().__init__()
         self._records = PublicRecords(store, info.model.hex())
 
     def chain(self, scope: Scope, tokens: Iterable[int], extras: Sequence[bytes]) -> TokenChain:
-        return self._records.blocks.chain(scope.root(), scope, tokens, extras)
+        chain = super().chain(scope, tokens, extras)
+        if self._records.blocks.keys or scope.salt == PUBLIC:
+            self._records.blocks.begin(chain, scope, extras)
+        return chain
 
     @property
     def retires(self) -> bool:
-        return self._sessions.retires
+        return self._sessions is not None and self._sessions.retires
 
     def take_retired(self) -> list[RetiredBlocks]:
-        return self._sessions.take_retired()
+        return [] if self._sessions is None else self._sessions.take_retired()
 
     def begins(self, state: RequestState) -> None:
         request, prompt = state.request, state.request.num_prompt_tokens
-        state.actions = actions_of(request)
-        state.retained = self._retentions.positions(state.actions, prompt)
-        if len(self._retentions.book):
+        if request.kv_transfer_params or getattr(request, "kv_hints", None) is not None:
+            state.actions = actions_of(request)
+            state.retained = self._retentions.positions(state.actions, prompt)
+        if self._retentions.book.count:
             tenant = tenant_digest(self._info.current(salt_of(request)).tenant)
             self._retentions.book.on_path(tenant, state.chain.keys_to(prompt // self._info.key_size))
         if state.retained and hasattr(request, "shared_prefix_boundary"):
@@ -62,9 +66,13 @@ class ConnectorControl(EngineControl):
             keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
             answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, salt.tenant)
             found[PARAMS_KEY] = [dataclasses.asdict(one) for one in answers]
-        self._sessions.pool = self.pool
-        told = self._sessions.ended(state, salt, ids)
-        return found if told is None else {**found, SESSION_KEY: told}
+        if self._sessions is None and (request.kv_transfer_params or {}).get(SESSION_KEY):
+            self._sessions = ConnectorSessions(self._info, self._retentions.book)
+        if self._sessions is not None:
+            self._sessions.pool = self.pool
+            told = self._sessions.ended(state, salt, ids)
+            found |= {} if told is None else {SESSION_KEY: told}
+        return found
 
     def close(self) -> None:
         self._retentions.close()
@@ -84,7 +92,7 @@ class InstalledControl(ControlExtra):
             if one.drop:
                 offload.delete(unneeded)
             else:
-                offload.drop_held(unneeded)
+                offload.drop_deferred(unneeded)
 
 
 CONTROL: Final = InstalledControl()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from foreword.transfer_config import TransferConfig
 
 
-class Leases(Protocol):
+class InstanceLeases(Protocol):
     """The blocks that a worker keeps for other instances."""
 
     def counted(self) -> Mapping[str, float]:
@@ -85,7 +85,7 @@ class InstanceEndpoint(Endpoint, Protocol):
     """A worker's connections with other instances. `leases` is None if it does not listen."""
 
     @property
-    def leases(self) -> Leases | None:
+    def leases(self) -> InstanceLeases | None:
         """Blocks that others may read."""
 
     @property

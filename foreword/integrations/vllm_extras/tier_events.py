@@ -21,9 +21,8 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES, is_public
 from foreword.blocks.layout import BlockUnits, key_of
-from foreword.blocks.public import is_public
 from foreword.blocks.salt import PUBLIC
 from foreword.integrations.vllm.step_messages import TierChange
 from foreword.newest import Newest

@@ -14,7 +14,6 @@ from typing import Any
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import ITEM_BYTES
-from foreword.blocks.public_blocks import PublicBlocks
 from foreword.blocks.resume import alignment, longest_resumable
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import ConfigError, ModelUnsupported, StoreError
@@ -100,7 +99,6 @@ class ConnectorStorage(PrefixStorage):
         self._limits = [tier.store.status().pin_budget for tier in self._store.tiers] if urls else []
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
         self._layouts: list[_StoredLayout] = []
-        self._public = PublicBlocks()
         self._wait = _LAYOUT_WITHIN
         if len(urls) < len(settings.store.urls):
             logger.warning(
@@ -189,11 +187,11 @@ class ConnectorStorage(PrefixStorage):
 
     def _chain(self, tokens: Sequence[int], salt: Salt) -> tuple[bytes, list[bytes]]:
         scope = Scope(self.model, self.block_size, salt)
-        return scope.root(), self._public.keys_of(scope, tokens, self._extras)
+        return scope.root(), self.public.keys_of(scope, tokens, self._extras)
 
     def mark(self, texts: Sequence[Sequence[int]]) -> None:
         """From now on these are the public prefixes."""
-        self._public.set(self.chain(tokens, PUBLIC.tenant)[1] for tokens in texts)
+        self.public.set(self.chain(tokens, PUBLIC.tenant)[1] for tokens in texts)
 
     # Records
 

@@ -24,9 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES, is_public
 from foreword.blocks.layout import PREFIX_BYTES, key_of
-from foreword.blocks.public import is_public
 from foreword.newest import Newest
 from foreword.store.base import Name
 from foreword.store.frame import Frame

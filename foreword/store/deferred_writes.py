@@ -13,7 +13,7 @@ from foreword.store.base import Name
 from foreword.store.frame import Frame
 
 
-class HeldWrites:
+class DeferredWrites:
     """Blocks that wait for one tier. Not thread-safe.
 
     Args:

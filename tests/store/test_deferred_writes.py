@@ -13,6 +13,7 @@ import pytest
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, present, soon
 from foreword.errors import StoreConfigError, StoreTimeout
+from foreword.prefixes.tier_erasure import erase_tier
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.memory.memory_store import MemoryStore
@@ -44,7 +45,7 @@ def test_the_oldest_are_written_when_more_wait() -> None:
     for frame in chain:
         assert store.put([frame], deadline=soon()) == 1
     assert late(store, chain) == [True] * 6 + [False] * 4 and store.tiers[1].state is TierState.HOLDING
-    store.write_held(1.0)
+    store.write_deferred(1.0)
     assert store.tiers[1].state is TierState.OK
     assert late(store, chain) == [True] * 10
     assert refused(store) == {}
@@ -57,11 +58,11 @@ def test_what_is_deleted_or_superseded_is_never_written() -> None:
     store.put(chain, deadline=soon())
     store.put(other, deadline=soon())
     store.delete(names_of(chain[6:]), deadline=soon())
-    store.drop_held(names_of(chain[3:6]))
+    store.drop_deferred(names_of(chain[3:6]))
     for tier in store.tiers:
-        for step in tier.erase(b"", other[0].header.root, names_of(other), soon()):
+        for step in erase_tier(tier, b"", other[0].header.root, names_of(other), soon()):
             assert step.problem is None
-    store.write_held(1.0)
+    store.write_deferred(1.0)
     assert late(store, chain) == [True] * 3 + [False] * 6
     assert late(store, other) == [False] * 3
     assert present(store.tiers[0].store, chain) == [True] * 6 + [False] * 3
@@ -84,7 +85,7 @@ def test_what_memory_has_lost_is_counted() -> None:
     store, chain = opened(100, memory=5 * SIZE), make_frames(1, 9, SMALL_PAYLOAD)
     store.put(chain, deadline=soon())
     kept = present(store.tiers[0].store, chain)
-    store.write_held(1.0)
+    store.write_deferred(1.0)
     assert late(store, chain) == kept
     assert False in kept and refused(store) == {"gone": kept.count(False)}
 
@@ -108,10 +109,10 @@ def test_a_deletion_covers_what_is_being_written() -> None:
     slow, chain = _Slow(), make_frames(1, 3, SMALL_PAYLOAD)
     store = TieredStore([MemoryStore(1 << 20, label="memory"), slow], rules=[None, AdmissionRule(hold=1 << 20)])
     store.put(chain, deadline=soon())
-    writing = threading.Thread(target=store.write_held, args=(20.0,))
+    writing = threading.Thread(target=store.write_deferred, args=(20.0,))
     writing.start()
     assert slow.entered.wait(20)
-    store.write_held(0.05)  # at the end of a process: it does not wait for a write that hangs
+    store.write_deferred(0.05)  # at the end of a process: it does not wait for a write that hangs
     with pytest.raises(StoreTimeout):
         store.tiers[1].delete(names_of(chain), soon(0.05))
     gone: list[int] = []
@@ -140,7 +141,7 @@ def test_any_order_of_calls(seed: int) -> None:
             store.delete(names_of(some), deadline=soon())
             living -= set(names_of(some))
         assert present(store.tiers[0].store, frames) == [frame.name in living for frame in frames]
-    store.write_held(1.0)
+    store.write_deferred(1.0)
     assert late(store, frames) == [frame.name in living for frame in frames]
 
 
@@ -152,8 +153,8 @@ def test_configuration(tmp_path: Path) -> None:
         with pytest.raises(StoreConfigError, match="faster tier"):
             refused_by(alone)
     with closing(open_store(alone)) as tool:
-        assert not tool.holds
+        assert not tool.defers
     with pytest.raises(StoreConfigError, match="hold"):
         open_store(["memory://?size=1MiB", f"disk://{tmp_path}?hold=much&size=16MiB"])
     with closing(open_store(["memory://?size=1MiB", f"disk://{tmp_path}?hold=64KiB&size=16MiB"], layout)) as store:
-        assert store.holds and store.selective
+        assert store.defers and store.selective

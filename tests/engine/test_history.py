@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.blocks.common_prefixes import common_prefix_length
-from foreword.blocks.miss_history import Explanation, MissHistory
 from foreword.blocks.salt import NO_SALT, Salt
+from foreword.engine.cache_report import Explanation, MissHistory
 
 SIZE = 4
 ME, THEM = Salt(b"me"), Salt(b"them")
