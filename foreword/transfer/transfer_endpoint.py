@@ -263,7 +263,7 @@ class TransferEndpoint:
             traffic,
             heartbeat=config.beat_seconds,
             timeout=config.progress_timeout,
-            queue_bytes=parse_bytes(config.queue),
+            queue_bytes=parse_bytes(config.ring),
         )
         connection = Connection(channel, self._registry, self._server, traffic, self._forget)
         with self._lock:

@@ -18,6 +18,7 @@ from patience import patient
 from tiny import prompt
 
 from foreword.blocks.salt import Salt
+from foreword.config_layers import build
 from foreword.disaggregation import request_messages as wire
 from foreword.engine.request import SamplingParams
 from foreword.engine_config import EngineConfig
@@ -374,7 +375,7 @@ def test_secret_and_links(
     computed where it is decoded."""
     word = "sixteen characters and more"
     (tmp_path / "secret").write_text(word + "\n")
-    assert TransferConfig(secret_file=str(tmp_path / "secret")).with_secret().secret == word
+    assert build(TransferConfig, "transfer", {"secret_file": str(tmp_path / "secret")}).secret == word
     source = node(folder("llama"), "prefill", transfer={"secret": word, "links": links})
     friend = node(folder("llama"), "decode", transfer={"secret": word, "links": links})
     stranger = node(folder("llama"), "decode", transfer={"secret": word[::-1]})

@@ -291,7 +291,7 @@ def test_no_public_address_without_a_secret(bind: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"secret": "short"}, {"links": ("shm",)}, {"links": ("tcp", "pigeon")}, {"ring": "1KiB"}, {"lease_seconds": 0.0},
-     {"beat_seconds": float("nan")}, {"max_transfers": 0}],
+     {"lease_seconds": float("nan")}, {"max_connections": 0}],
     ids=lambda wrong: next(iter(wrong)),
 )  # fmt: skip
 def test_settings_out_of_range(wrong: dict[str, object]) -> None:

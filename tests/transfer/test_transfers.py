@@ -140,7 +140,7 @@ def test_a_destination_without_memory() -> None:
 def test_a_hundred_at_once(link: str) -> None:
     """A hundred transfers over one connection, some cancelled: nothing is mixed up, nothing leaks."""
     prefill, decode = Prefill(), Decode(blocks=2000)
-    with two(prefill, decode, link, max_transfers=200) as (connection, listening):
+    with two(prefill, decode, link) as (connection, listening):
         draw = random.Random(6)
         wanted = [pull(connection, decode, seed, draw.randrange(1, 300)) for seed in range(100)]
         for destination in wanted[::10]:
@@ -158,15 +158,15 @@ def test_a_hundred_at_once(link: str) -> None:
 def test_more_than_allowed() -> None:
     """Transfers beyond the limit are refused on both sides; those in progress continue."""
     prefill, decode = Prefill(stop="asked"), Decode()
-    with two(prefill, decode, max_transfers=3) as (connection, _):
-        held = [pull(connection, decode, seed, 10) for seed in range(3)]
+    with two(prefill, decode, max_connections=1) as (connection, _):
+        held = [pull(connection, decode, seed, 10) for seed in range(4)]
         with pytest.raises(TransferError) as raised:
             connection.pull(b"")
         assert raised.value.reason == Reason.FULL
-        assert [one.state for one in held] == [State.WANTED] * 3
+        assert [one.state for one in held] == [State.WANTED] * 4
         for one in held:
             assert one.cancel()
-        until(lambda: len(prefill.ends) == 3)
+        until(lambda: len(prefill.ends) == 4)
         decode.check()
 
 
