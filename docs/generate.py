@@ -476,9 +476,7 @@ def _exported() -> set[str]:
 def _python_class(node: ast.ClassDef) -> list[str]:
     functions = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
     constructor = next((one for one in functions if one.name == "__init__"), None)
-    fields = [
-        one for one in node.body if isinstance(one, ast.AnnAssign) and not ast.unparse(one.target).startswith("_")
-    ]
+    fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and _is_public(one)]
     types: dict[str, tuple[str, str]]
     if constructor is not None:
         shown, types = _signature(node.name, constructor), _parameters(constructor)
@@ -493,6 +491,12 @@ def _python_class(node: ast.ClassDef) -> list[str]:
         if not one.name.startswith("_"):
             parts += [f"### {node.name}.{one.name}", *_python_function(one, one.name)]
     return parts
+
+
+def _is_public(field: ast.AnnAssign) -> bool:
+    """Whether users set it: it has no underscore, and is no constant of a section."""
+    value = ast.unparse(field.value) if field.value else ""
+    return not ast.unparse(field.target).startswith("_") and not value.startswith("constant(")
 
 
 def _python_function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> list[str]:

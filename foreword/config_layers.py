@@ -33,11 +33,11 @@ def is_service_variable(name: str, value: str) -> bool:
 
 
 def file_keys(kind: type[Any]) -> dict[str, str]:
-    """`NAME_file` of each secret key of a section, and its NAME. A section that has a key for the file itself, as `secret_file`
-    for `secret` and `api_key_file` for `api_keys`, reads it in its own way."""
-    names = {item.name for item in keys_of(kind)}
-    secret = [item.name for item in keys_of(kind) if not item.repr]
-    return {f"{name}_file": name for name in secret if not {f"{name}_file", f"{name.removesuffix('s')}_file"} & names}
+    """The key of the file with a secret key of a section, and the secret key: `NAME_file` of NAME, unless the section's `FILES`
+    name it. A section that has the former among its own keys, as `master_key_file`, reads the file in its own way."""
+    named, keys = dict(getattr(kind, "FILES", ())), keys_of(kind)
+    files = {named.get(item.name, f"{item.name}_file"): item.name for item in keys if not item.repr}
+    return {file: name for file, name in files.items() if file not in {item.name for item in keys}}
 
 
 def merged_layers(kind: type[Any], layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
-from foreword.config import at_least, between, check_section, checked, fixed, one_of, parse_bytes
+from foreword.config import at_least, between, check_section, checked, constant, fixed, one_of, parse_bytes
 from foreword.errors import ConfigError
 
 KV_MEMORY_FORMS = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
@@ -28,9 +28,7 @@ class EngineOptions(TypedDict, total=False):
     max_batch_tokens: int
     max_num_seqs: int
     reserve: float
-    lookahead_blocks: int
     enable_prefix_caching: bool
-    partial_reuse: bool
     threads: int | None
     linear_memory: str
     kernels: Literal["auto", "native", "torch", "triton"]
@@ -40,10 +38,7 @@ class EngineOptions(TypedDict, total=False):
     trust_remote_code: bool
     generation_config: Literal["model", "openai"]
     seed: int | None
-    history_tokens: int
-    report_other_tenants: bool
     audit_every: int
-    audit_budget: float
     audit_reports: str | None
     audit_evidence: bool
 
@@ -63,9 +58,7 @@ class EngineConfig:
         max_batch_tokens: maximum number of tokens computed in a step; longer prompts are prefilled in chunks.
         max_num_seqs: maximum number of sequences in a step.
         reserve: share of the blocks that admission of new requests leaves free for the growth of running ones.
-        lookahead_blocks: extra blocks to allocate per sequence while enough are free, so that its blocks are consecutive.
         enable_prefix_caching: reuse cached blocks between requests.
-        partial_reuse: also reuse partly filled blocks, by copying them.
         threads: CPU threads for computation; by default the number of cores.
         linear_memory: on CPUs, memory for packed copies of the weights, which replace them: `auto` (at most half of the free
             memory), a size, or `0`.
@@ -81,15 +74,17 @@ class EngineConfig:
         generation_config: sampling where a request says nothing: `model` (temperature, top_p, top_k, min_p and
             repetition_penalty of the model's generation_config.json) or `openai` (temperature 1 and no filters).
         seed: seed for requests without one; by default random.
-        history_tokens: tokens of recent prompts kept to explain cache misses in cache reports.
-        report_other_tenants: let a cache report say that another tenant has a prefix cached. This reveals that it does.
-        audit_every: recompute one prefix hit in N while the engine is idle, and compare its KV; 0 for none.
-        audit_budget: share of the time that audits may take.
+        audit_every: recompute one prefix hit in N while the engine is idle, in at most a tenth of the time, and compare its KV;
+            0 for none.
         audit_reports: folder for a report of each hit that differs.
         audit_evidence: put the tokens and the wrong KV into these reports, for `foreword audit rerun`. Both reveal the prompt.
     """
 
-    GONE = (("shared_prefix_attention", fixed("on")),)
+    GONE = (
+        ("shared_prefix_attention", fixed("on")),
+        ("report_other_tenants", fixed("off")),
+        ("history_tokens", fixed("1,048,576")),
+    )
     model: str | None = None
     served_model_name: str | None = None
     dtype: str = one_of(("auto", "float32", "bfloat16", "float16"), "auto")
@@ -102,9 +97,7 @@ class EngineConfig:
     max_batch_tokens: int = at_least(1, 512)
     max_num_seqs: int = at_least(1, 64)
     reserve: float = checked(0.01, "a share of the blocks, from 0 to below 1", lambda value: 0 <= value < 1)
-    lookahead_blocks: int = at_least(0, 4)
     enable_prefix_caching: bool = True
-    partial_reuse: bool = True
     threads: int | None = at_least(1, None)
     linear_memory: str = "auto"
     kernels: str = one_of(("auto", "native", "torch", "triton"), "auto")
@@ -114,12 +107,14 @@ class EngineConfig:
     trust_remote_code: bool = False
     generation_config: str = one_of(("model", "openai"), "model")
     seed: int | None = None
-    history_tokens: int = at_least(0, 1 << 20)
-    report_other_tenants: bool = False
     audit_every: int = at_least(0, 0)
-    audit_budget: float = between(0.0, 1.0, 0.1)
     audit_reports: str | None = None
     audit_evidence: bool = False
+    # Extra blocks per sequence while enough are free, so that its blocks are consecutive.
+    lookahead_blocks: int = constant(4, "4")
+    # A partly filled block is copied, which is less than computing it.
+    partial_reuse: bool = constant(True, "on")
+    audit_budget: float = constant(0.1, "a tenth of the time")  # what is idle otherwise
 
     def __post_init__(self) -> None:
         check_section("engine", self)
@@ -147,28 +142,26 @@ class PrefixConfig:
     """Leases: named prefixes, and those that requests keep (cache control).
 
     Attributes:
-        budget: KV memory that may be kept: a size (`1GiB`) or a share of the pool (`25%`).
-        retain_budget: what cache control may keep of it, where named prefixes leave as much: a size or a share of the pool.
-        retain_tenant_share: share of retain_budget that one tenant may keep.
+        budget: KV memory that may be kept: a size (`1GiB`) or a share of the pool (`25%`). Cache control may keep half of it,
+            where named prefixes leave as much.
+        retain_tenant_share: share of that half which one tenant may keep.
     """
 
-    GONE = (("retain_entries", fixed("128")), ("retain_seconds", fixed("a day")))
+    GONE = (
+        ("retain_entries", fixed("128")),
+        ("retain_seconds", fixed("a day")),
+        ("retain_budget", "it is half of budget"),
+    )
     budget: str = "50%"
-    retain_budget: str = "25%"
     retain_tenant_share: float = between(0.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
         check_section("prefixes", self)
         self.budget_bytes(0)
-        self.retain_bytes(0)
 
     def budget_bytes(self, pool_bytes: int) -> int:
         """The budget of all that is kept in a pool of `pool_bytes`."""
         return _share_of(self.budget, pool_bytes, "budget")
-
-    def retain_bytes(self, pool_bytes: int) -> int:
-        """Bytes of it that cache control may keep."""
-        return _share_of(self.retain_budget, pool_bytes, "retain_budget")
 
 
 def _share_of(text: str, pool_bytes: int, key: str) -> int:

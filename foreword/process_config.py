@@ -43,8 +43,8 @@ class ServerConfig:
             register (against DNS rebinding); `*` for all. Addresses, short names and the server's own are always allowed.
         allowed_origins: origins of web pages that may send requests and read the answers, such as `https://chat.example.org`;
             `*` for all. By default browsers let no page of another address do so.
-        api_keys: accepted API keys, each as `KEY` or `TENANT=KEY`; without any, no key is required and there is one tenant.
-        api_key_file: file with one `KEY` or `TENANT=KEY` per line; `#` starts a comment.
+        api_keys: accepted API keys, each as `KEY` or `TENANT=KEY`; without any, no key is required and there is one tenant. `#`
+            behind a space starts a comment.
         max_queue: maximum number of requests that wait for admission; further requests are answered with status 429.
         drain_seconds: seconds that running requests may take after SIGTERM.
         log_level: lowest level of log lines: debug, info, warning or error.
@@ -67,8 +67,8 @@ class ServerConfig:
             router; without it, other addresses than loopback need kv_events_open.
         kv_events_open: publish KV events in plain text although other hosts can read them, for a network that keeps others
             away. They contain the token ids of all prompts.
-        record: new file for a trace of the traffic without text, for `foreword simulate`.
-        record_salt: salt of the recorded hashes; recordings with equal salts can be combined. By default random.
+        record: new file for a trace of the traffic without text, for `foreword simulate`. Those of servers with one
+            tenant_secret can be combined.
         usage_ledger: file to which each request of a tenant adds a line of JSON with its tokens, for `foreword bill`.
         quotas: limits of a tenant as `TENANT requests=N tokens=N concurrent=N`: requests and tokens per minute, and requests
             at a time; TENANT is `*` for all others. By default there are none.
@@ -90,13 +90,16 @@ class ServerConfig:
             a quarter of it. A response is kept for a day after its last use.
     """
 
-    GONE = (("response_ttl", fixed("a day")), ("kv_events_replay", fixed("the port after that of kv_events")))
+    FILES = (("api_keys", "api_key_file"),)
+    GONE = (
+        *(("response_ttl", fixed("a day")), ("kv_events_replay", fixed("the port after that of kv_events"))),
+        ("record_salt", "recordings of servers with one tenant_secret can be combined"),
+    )
     host: str = "127.0.0.1"
     port: int = between(0, 65535, 8000)
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    api_key_file: str | None = None
     max_queue: int = at_least(1, 256)
     drain_seconds: float = not_negative(30.0)
     log_level: str = one_of(("debug", "info", "warning", "error"), "info")
@@ -111,7 +114,6 @@ class ServerConfig:
     kv_events: str | None = None
     kv_events_open: bool = False
     record: str | None = None
-    record_salt: str | None = field(default=None, repr=False)
     usage_ledger: str | None = None
     quotas: tuple[str, ...] = ()
     max_body: str = "auto"

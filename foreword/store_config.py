@@ -90,6 +90,7 @@ class EncryptionConfig:
         outage_seconds: seconds for which data keys are used while the key store does not answer.
     """
 
+    FILES = (("master_keys", "master_key_file"),)
     key_store: str | None = field(default=None, repr=False)  # it may contain a password
     master_keys: tuple[str, ...] = field(default=(), repr=False)
     master_key_file: str | None = None

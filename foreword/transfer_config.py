@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import re
+from dataclasses import dataclass, field
 
-from foreword.config import at_least, between, check_secret, check_section, parse_bytes, read_text
+from foreword.config import at_least, between, check_secret, check_section, constant, parse_bytes
 from foreword.errors import ConfigError
 
 ALL_RIGHTS = frozenset({"pull", "push", "get"})
+_LIMITED = re.compile(r"[a-z]+(\+[a-z]+)*=[^=]")  # a secret that was meant for a peer with fewer rights
+_SHARES = {"connect_timeout": 6, "answer_timeout": 3, "beat_seconds": 15}  # of progress_timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +25,7 @@ class SharedSecret:
         """`SECRET` or `RIGHTS=SECRET`; RIGHTS are `pull`, `push` and `get`, joined by `+`."""
         rights, equals, text = entry.partition("=")
         names = frozenset(rights.split("+"))
-        return cls(text, names) if equals and names <= ALL_RIGHTS else cls(entry)
+        return cls(text, names) if equals and names < ALL_RIGHTS else cls(entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,62 +37,63 @@ class TransferConfig:
             require a secret.
         advertise: address under which other instances reach this one; by default the one in bind.
         secret: secret shared by all instances, at least 16 characters; without one, only peers on this host are accepted.
-        secret_file: file with the secret, one per line: the first is `secret`, further ones are `previous_secrets`, and
-            those written `RIGHTS=SECRET` are `limited_secrets`.
-        previous_secrets: secrets that are accepted besides `secret`, while it is being changed on all instances.
-        limited_secrets: secrets of peers that may do less, each as `RIGHTS=SECRET`: they may begin a remote prefill (`pull`),
-            a migration to this instance (`push`) or a read of its blocks (`get`), for example `get=...` or `pull+get=...`.
+            Further lines are secrets that are accepted besides, while it is being changed on all instances, and, written
+            `RIGHTS=SECRET`, those of peers that may do less: they may begin a remote prefill (`pull`), a migration to this
+            instance (`push`) or a read of its blocks (`get`), for example `get=...` or `pull+get=...`.
         tls: encrypt connections over TCP with TLS 1.3; all instances or none. It needs a secret, and where this instance
             listens a certificate.
         tls_certificate_file: certificate with its private key, in PEM, or a folder with `tls.crt` and `tls.key`, as a Secret of
             Kubernetes. It may be self-signed, because the secret authenticates it.
-        links: links to use for payloads, of shm and tcp: the first one that both sides support, in the order of the side
-            that connects. tcp is required and ends the list.
-        ring: receive buffer per connection and direction; also the limit for the size of a part (half of it with shared
-            memory).
-        queue: bytes per connection that may wait to be sent.
-        connect_timeout: seconds to establish a connection.
-        answer_timeout: seconds for a peer to accept or refuse a transfer.
-        progress_timeout: seconds without progress after which a transfer or a stalled link ends.
+        ring: receive buffer per connection and direction, and the bytes that may wait to be sent; also the limit for the size
+            of a part (half of it with shared memory).
+        progress_timeout: seconds without progress after which a transfer or a stalled link ends. A peer has a sixth of it to
+            connect, and a third to accept a transfer or to give a sign of life.
         lease_seconds: seconds that blocks are kept for a peer that gives no sign of life.
-        beat_seconds: seconds between heartbeats on idle connections; a connection ends after five missed ones.
-        max_transfers: maximum number of transfers at a time; further ones are refused.
-        max_connections: maximum number of connections at a time; further ones are refused.
-        min_tokens: prompts with fewer tokens to compute are prefilled locally, even if a router asks for remote prefill.
+        max_connections: maximum number of connections at a time, and of four times as many transfers; more are refused.
     """
 
-    GONE = (("tls_key_file", "tls_certificate_file names the file of both, or their folder"),)
+    GONE = (
+        ("tls_key_file", "tls_certificate_file names the file of both, or their folder"),
+        ("previous_secrets", "write them into secret, one a line, behind the first"),
+        ("limited_secrets", "write them into secret, one a line, behind the first"),
+        ("queue", "ring is its limit"),
+        ("max_transfers", "it is four times max_connections"),
+    )
     bind: str = "127.0.0.1:0"
     advertise: str | None = None
     secret: str | None = field(default=None, repr=False)
-    secret_file: str | None = None
-    previous_secrets: tuple[str, ...] = field(default=(), repr=False)
-    limited_secrets: tuple[str, ...] = field(default=(), repr=False)
     tls: bool = False
     tls_certificate_file: str | None = None
-    links: tuple[str, ...] = ("shm", "tcp")
     ring: str = "32MiB"
-    queue: str = "32MiB"
-    connect_timeout: float = between(0.05, 3600, 5.0)
-    answer_timeout: float = between(0.05, 3600, 10.0)
     progress_timeout: float = between(0.05, 3600, 30.0)
     lease_seconds: float = between(0.05, 3600, 60.0)
-    beat_seconds: float = between(0.05, 3600, 2.0)
-    max_transfers: int = at_least(1, 256)
     max_connections: int = at_least(1, 64)
-    min_tokens: int = at_least(1, 64)
+    # Shared memory where both sides have it, which the handshake tries. The first that both name is used, in the order of the
+    # side that connects; tcp ends the list.
+    links: tuple[str, ...] = constant(("shm", "tcp"), "shared memory on one host, and TCP")
+    # How long a peer is waited for: shares of progress_timeout.
+    connect_timeout: float = constant(0.0, "a sixth of progress_timeout")
+    answer_timeout: float = constant(0.0, "a third of progress_timeout")
+    beat_seconds: float = constant(0.0, "a fifteenth of progress_timeout; five missed heartbeats end a connection")
+    # Fewer tokens take less time to compute than to move. A router does not ask for fewer than its min_prefill.
+    min_tokens: int = constant(64, "64 tokens")
 
     def __post_init__(self) -> None:
-        if self.secret is not None and self.secret_file is not None:
-            raise ConfigError("give transfer.secret or transfer.secret_file, not both")
-        for secret in self.shared_secrets():
-            check_secret("transfer.secret", secret.text)
-        if any(SharedSecret.parse(entry).rights == ALL_RIGHTS for entry in self.limited_secrets):
+        for key, share in _SHARES.items():
+            if not getattr(self, key):
+                object.__setattr__(self, key, self.progress_timeout / share)
+        known = self.shared_secrets()
+        # A text without a secret would let everybody in.
+        for text in [one.text for one in known] or ([] if self.secret is None else [""]):
+            check_secret("transfer.secret", text)
+        if any(_LIMITED.match(one.text) for one in known[1:] if one.rights == ALL_RIGHTS):
             raise ConfigError(
-                "transfer.limited_secrets are written RIGHTS=SECRET, with fewer rights than pull+push+get"
+                "a line RIGHTS=SECRET of transfer.secret has some of the rights pull, push and get, not all"
             )
-        if self.secret is None and self.secret_file is None and (self.tls or self.shared_secrets()):
-            raise ConfigError("transfer.tls, previous_secrets and limited_secrets need transfer.secret")
+        if known and known[0].rights != ALL_RIGHTS:
+            raise ConfigError("transfer.secret has only lines RIGHTS=SECRET; one must be the secret of all instances")
+        if self.tls and not known:
+            raise ConfigError("transfer.tls needs transfer.secret")
         if not self.tls and self.tls_certificate_file:
             raise ConfigError("transfer.tls_certificate_file needs transfer.tls")
         unknown = [link for link in self.links if link not in ("shm", "tcp")]
@@ -97,30 +101,17 @@ class TransferConfig:
             raise ConfigError(f"transfer.links: unknown link {', '.join(unknown)}; the known links are shm and tcp")
         if "tcp" not in self.links:
             raise ConfigError(f"transfer.links must contain tcp; it is {', '.join(self.links) or 'empty'}")
-        ring = parse_bytes(self.ring, "transfer.ring (--transfer-ring)")
-        if ring < 1 << 16 or parse_bytes(self.queue, "transfer.queue (--transfer-queue)") < 1:
-            raise ConfigError("transfer.ring must be at least 64KiB and transfer.queue at least one byte")
+        if parse_bytes(self.ring, "transfer.ring (--transfer-ring)") < 1 << 16:
+            raise ConfigError("transfer.ring must be at least 64KiB")
         check_section("transfer", self)
 
-    def with_secret(self) -> TransferConfig:
-        """The configuration with the secret read from its file. Raises ConfigError."""
-        if self.secret_file is None:
-            return self
-        text = read_text(self.secret_file, "transfer.secret_file")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        limited = tuple(line for line in lines if SharedSecret.parse(line).rights != ALL_RIGHTS)
-        full = [line for line in lines if line not in limited]
-        if not full:
-            raise ConfigError(f"transfer.secret_file {self.secret_file} contains no secret")
-        return replace(
-            self,
-            secret=full[0],
-            secret_file=None,
-            previous_secrets=(*full[1:], *self.previous_secrets),
-            limited_secrets=(*limited, *self.limited_secrets),
-        )
+    @property
+    def max_transfers(self) -> int:
+        """How many transfers there may be at a time."""
+        return 4 * self.max_connections
 
     def shared_secrets(self) -> tuple[SharedSecret, ...]:
         """All secrets that peers may prove, this instance's own first."""
-        full = (SharedSecret(text) for text in (self.secret, *self.previous_secrets) if text is not None)
-        return (*full, *map(SharedSecret.parse, self.limited_secrets))
+        lines = (line.strip() for line in (self.secret or "").splitlines())
+        parsed = [SharedSecret.parse(line) for line in lines if line]
+        return tuple(sorted(parsed, key=lambda one: one.rights != ALL_RIGHTS))

@@ -233,7 +233,6 @@ SECRETS = {
     ("server", "tenant_secret"): "QuietPlease-QuietPlease",
     ("server", "admin_key"): "QuietPlease",
     ("server", "router_key"): "QuietPlease",
-    ("server", "record_salt"): "QuietPlease",
     ("store", "urls"): "redis://:QuietPlease@localhost",
     ("transfer", "secret"): "QuietPlease-QuietPlease",
     ("router", "replica_key"): "QuietPlease",

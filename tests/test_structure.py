@@ -241,25 +241,32 @@ def test_the_page_lists_all_threads() -> None:
     assert others - {"store/background.py"} == listed
 
 
-# What excludes threads from each other, what they wait for besides, and what only tells them something.
-LOCKS = {"Lock": 0, "RLock": 0, "Condition": 1, "Event": 2, "Semaphore": 2, "BoundedSemaphore": 2}
+# What excludes threads, or coroutines, from each other.
+LOCKS = ("Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore")
 
 
-def locks() -> dict[str, tuple[int, ...]]:
-    """Locks, conditions, and events with semaphores, that each folder of the package makes."""
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+def locks(module: str) -> list[tuple[str, str]]:
+    """The places that make locks of `threading` or `asyncio`: the file, and the name that each gets there."""
+    found = list[tuple[str, str]]()
     for path, tree in package().values():
+        inside = {part: node for node in ast.walk(tree) for part in ast.iter_child_nodes(node)}
         for node in ast.walk(tree):
             made = node.func if isinstance(node, ast.Call) else node.value if isinstance(node, ast.keyword) else None
-            if isinstance(made, ast.Attribute) and made.attr in LOCKS and ast.unparse(made.value) == "threading":
-                counts[path.relative_to(ROOT).parts[0]][LOCKS[made.attr]] += 1
-    return {folder: tuple(numbers) for folder, numbers in counts.items()}
+            if isinstance(made, ast.Attribute) and made.attr in LOCKS and ast.unparse(made.value) == module:
+                while not isinstance(node, ast.Assign | ast.AnnAssign):
+                    node = inside[node]
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                found.append((path.relative_to(ROOT).as_posix(), ast.unparse(target)))
+    return sorted(found)
 
 
-def test_the_page_counts_all_locks() -> None:
-    """The page about threads counts the locks of each folder, so that none is added without a look at those that there are."""
-    listed = {folder: tuple(map(int, numbers)) for folder, *numbers in table("Locks")}
-    assert listed == locks()
+@pytest.mark.parametrize(("title", "module"), [("Locks", "threading"), ("Locks of event loops", "asyncio")])
+def test_the_page_lists_all_locks(title: str, module: str) -> None:
+    """The page about threads lists each place that makes a lock, with what it guards, so that none is added without a look at
+    those that there are."""
+    listed = table(title)
+    assert sorted((file, name) for file, name, _ in listed) == locks(module)
+    assert all(guards for *_, guards in listed)
 
 
 # Words of leases, and those that stood for it once; with forms.

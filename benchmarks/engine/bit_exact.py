@@ -180,8 +180,9 @@ class Campaign:
         self._vocabulary = self._truth.llm.info.vocab_size
         self._engines = {"computed": self._truth, "device": Engine(model, **options)}
         self._engines["memory"] = Engine(model, ["memory://?size=64MiB"], **options)
-        small = {"kv_memory": f"{LONGEST + 2 * LONG_OUTPUT} tokens", "reserve": 0.0, "lookahead_blocks": 0}
+        small = {"kv_memory": f"{LONGEST + 2 * LONG_OUTPUT} tokens", "reserve": 0.0}
         self._engines["preempted"] = Engine(model, **options | small)
+        self._engines["preempted"].llm._core.cache._lookahead = 0
         self._pair = Pair(model, **options)
         self._engines["peer"] = Engine(model, [self._pair.url], **options)
         given = {"disk": f"disk://{folder}/store", "redis": arguments.redis, "s3": arguments.s3}

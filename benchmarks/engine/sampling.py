@@ -107,7 +107,7 @@ def history(rounds: int) -> None:
     """Requests on an engine with a full memory of texts, and on a fresh one, in turn."""
     params = SamplingParams(max_tokens=10, ignore_eos=True, temperature=0.0)
     made = random.Random(1)
-    old, fresh = (LLM(kv_memory="4096 tokens", history_tokens=size) for size in (REMEMBERED, 0))
+    old, fresh = (LLM(kv_memory="4096 tokens") for _ in range(2))
     for _ in range(REMEMBERED // 30 + 1):
         old._core._history.add(NO_SALT, array("I", (made.randrange(1000) for _ in range(30))))
     taken: dict[LLM, list[float]] = {old: [], fresh: []}

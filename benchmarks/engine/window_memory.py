@@ -42,10 +42,10 @@ def measure(folder: Path, tokens: int) -> tuple[int, int, int, int]:
         "dtype": "float32",
         "kv_memory": f"{2 * tokens} tokens",
         "block_size": BLOCK,
-        "lookahead_blocks": 0,
     }
     with LLM(str(folder), store="memory://?size=1GiB", **options) as llm:
         pool, held = llm._core.cache.pool, []
+        llm._core.cache._lookahead = 0
         settle = llm._core.scheduler.settle
 
         def watched(step: Any) -> None:

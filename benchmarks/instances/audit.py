@@ -36,7 +36,7 @@ SMALLER = Size("smaller", 0, 6, 128, 2, 1, 352, 4_096)  # for `alarms`
 BLOCK = 16
 CHANGES = (0.01, 0.05, 0.2)
 SETTINGS: dict[str, Any] = {"block_size": BLOCK, "self_check": False, "max_batch_tokens": 256, "threads": 1}
-AUDITED: dict[str, Any] = {"audit_every": 1, "audit_budget": 1.0, "audit_evidence": True}
+AUDITED: dict[str, Any] = {"audit_every": 1, "audit_evidence": True}
 # For `alarms`: engines, audits of a round, and where KV comes from.
 MODES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -149,6 +149,7 @@ class Local:
         self._llm = engine(model, store=urls, kv_memory="8192 tokens", **AUDITED, **options)
         assert self._llm._core.audit is not None
         self.audit = self._llm._core.audit
+        self.audit._budget = 1.0
 
     def generate(self, draws: random.Random, prompts: Iterator[list[int]]) -> None:
         """Some prompts in a batch; now and then the next ones have to come from one of the stores."""
@@ -253,7 +254,10 @@ def measure_cost(folder: Path, rounds: int, every: list[int]) -> None:
     make(SMALL, model, 0)
     draws = random.Random(0)
     shared = [text(draws, 512) for _ in range(8)]
-    engines = {n: engine(model, "bfloat16", audit_every=n, audit_budget=1.0) for n in [0, *every]}
+    engines = {n: engine(model, "bfloat16", audit_every=n) for n in [0, *every]}
+    for one in engines.values():
+        if one._core.audit is not None:
+            one._core.audit._budget = 1.0
     spent: dict[int, list[float]] = {n: [] for n in engines}
     for number in range(rounds + 1):
         prompts = [[*draws.choice(shared), *text(draws, 32)] for _ in range(64)]

@@ -16,13 +16,12 @@ import hmac
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from foreword.api.routes import Right
 from foreword.blocks.salt import derive_salt, ungenerated
-from foreword.config import read_text
 from foreword.errors import BadRequest, ConfigError, did_you_mean
 from foreword.host_addresses import ip_address
 from foreword.request_errors import Forbidden, Unauthorized
@@ -37,6 +36,7 @@ _PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa", ".test", "
 _NOT_LOCAL: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
 # A bare key has no "=", so that a mistyped pair is an error.
 _PAIR = re.compile(r"(?P<tenant>[A-Za-z0-9_.-]+)=(?P<key>[!-~]+)")
+_COMMENT = re.compile(r"(^|\s)#.*")
 _BARE = re.compile(r"(?P<key>[!-<>-~]+)")
 SALT_HEADER = "x-foreword-salt"
 _MAX_SALT = 128
@@ -101,9 +101,11 @@ class Tenants:
 
     @classmethod
     def from_config(cls, config: ServerConfig, current: Callable[[bytes], bytes] = bytes) -> Tenants:
-        """Raises ConfigError for an unreadable key file, a malformed entry, or a quota of a tenant that has no key."""
+        """Raises ConfigError for a malformed entry, or a quota of a tenant that has no key."""
         secret = config.tenant_secret.encode() if config.tenant_secret else secrets.token_bytes(32)
-        entries = [_parse(entry) for entry in (*config.api_keys, *_read(config.api_key_file))]
+        entries = [_parse(entry) for entry in _without_comments(config.api_keys)]
+        if config.api_keys and not entries:
+            raise ConfigError("server.api_keys has no key, and without any every caller would be let in")
         for _, key in entries:
             config.check_key("each API key", key.decode())
         if len({key for _, key in entries}) < len(entries):
@@ -156,13 +158,11 @@ def _tenant_of_salt(salt: str | None) -> Tenant:
     return Tenant("default" if not found else f"salt-{hashlib.sha256(found).hexdigest()[:12]}", found, "router")
 
 
-def _read(path: str | None) -> list[str]:
-    if path is None:
-        return []
-    lines = read_text(path, "server.api_key_file").splitlines()
-    if not (found := [bare for line in lines if (bare := line.partition("#")[0].strip())]):
-        raise ConfigError(f"server.api_key_file {path} has no key, and without any every caller would be let in")
-    return found
+def _without_comments(entries: Iterable[str]) -> Iterator[str]:
+    for entry in entries:
+        bare = _COMMENT.sub("", entry).strip()
+        if bare or not entry.strip():  # an empty one is a mistake
+            yield bare
 
 
 def _parse(entry: str) -> tuple[str, bytes]:

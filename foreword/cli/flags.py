@@ -280,14 +280,15 @@ class GivenConfig:
     def source(self, flag: ConfigFlag) -> str:
         """Where the value of a key comes from; empty for a default. Of a secret and the file with it the stronger counts."""
         file, variables, flags = (layer.get(flag.section, {}) for layer in self.layers)
-        keys = {flag.key, flag.file_of, f"{flag.key}_file" if flag.secret else ""} - {""}
+        beside = next((one for one, name in file_keys(_SECTIONS[flag.section]).items() if name == flag.key), "")
+        keys = {flag.key, flag.file_of, beside} - {""}
         for layer, where in (
             (flags, "MODEL" if (flag.section, flag.key) == _POSITIONAL else f"--{flag.name}"),
             (variables, f"{ENV_PREFIX}{flag.section}_{flag.key}".upper()),
             (file, f"[{flag.section}] in {self.file}"),
         ):
             # An empty name of a file takes no secret away, as in `merged_layers`.
-            if found := {key for key in keys & {*layer} if layer[key] or key != f"{flag.key}_file"}:
+            if found := {key for key in keys & {*layer} if layer[key] or key != beside}:
                 return where if flag.key in found else ""
         return ""
 

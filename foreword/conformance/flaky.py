@@ -47,12 +47,11 @@ class FlakyStore(StoreWrapper):
         self._dead = 0.0
         self._gate = threading.Event()
         self._gate.set()
-        self._lock = threading.Lock()
         self._changed = threading.Condition()
 
     def fail_next(self, count: int = 1, error: Callable[[], StoreError] | None = None) -> None:
         """Make the next `count` calls raise StoreUnavailable, or the result of `error`."""
-        with self._lock:
+        with self._changed:
             self._failures = count
             if error is not None:
                 self._error = error
@@ -136,7 +135,7 @@ class FlakyStore(StoreWrapper):
             time.sleep(min(left, self._seconds))
             if left <= self._seconds:
                 raise StoreTimeout("injected delay until the deadline")
-        with self._lock:
+        with self._changed:
             requested = self._failures > 0
             self._failures -= requested
         if requested:
@@ -147,7 +146,7 @@ class FlakyStore(StoreWrapper):
     def _happens(self, fault: Fault) -> bool:
         """Decide whether to inject a fault now, and count it."""
         rate = self._rates.get(fault, 0.0)
-        with self._lock:
+        with self._changed:
             hit = rate > 0.0 and self._random.random() < rate
         if hit:
             self.injected[fault] += 1

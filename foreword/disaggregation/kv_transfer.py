@@ -87,7 +87,7 @@ class KVSend:
         self._sender = sender
         self._kind = kind
         self._started = time.monotonic()
-        self._changed = threading.Condition()
+        self._changed = sender.changed
         self._in_flight = 0
         self.over = False  # the transfer has ended
 
@@ -197,6 +197,9 @@ class KVSender:
 
     Args:
         post: runs work on the engine's thread.
+
+    Attributes:
+        changed: of the queues, and of the state of their sends. Held for assignments only.
     """
 
     def __init__(self, core: EngineCore, view: KVView, post: Callable[[Callable[[], None]], bool]) -> None:
@@ -205,7 +208,7 @@ class KVSender:
         self._post = post
         self._num_holding = 0
         self._queues: dict[Channel, deque[tuple[KVSend, Job]]] = {}
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
 
     @property
     def holds_blocks(self) -> bool:
@@ -234,19 +237,19 @@ class KVSender:
         if not send.start_job():
             return
         channel = send.source.channel
-        with self._changed:
+        with self.changed:
             jobs = self._queues.get(channel)
             if jobs is None:
                 jobs = self._queues[channel] = deque()
                 background_thread(partial(self._run, channel, jobs), "send-kv")
             jobs.append((send, job))
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _run(self, channel: Channel, jobs: deque[tuple[KVSend, Job]]) -> None:
         """The thread of one connection; it ends when there was nothing to send for a while."""
         while True:
-            with self._changed:
-                if not self._changed.wait_for(lambda: jobs, _IDLE_SECONDS):
+            with self.changed:
+                if not self.changed.wait_for(lambda: jobs, _IDLE_SECONDS):
                     del self._queues[channel]
                     return
                 send, job, count = _next(jobs)
@@ -346,16 +349,19 @@ class KVReceive:
             finally:
                 self._end_part()
 
+    def _wanted(self) -> bool:
+        return not (self.closed or self.over)
+
     def _begin_part(self) -> bool:
         with self._lock:
-            self.writing = not (self.closed or self.over)
+            self.writing = self._wanted()
             return self.writing
 
     def _end_part(self) -> None:
         with self._lock:
             self.writing = False
-            unneeded = self.closed or self.over
-        if unneeded:
+            wanted = self._wanted()
+        if not wanted:
             self._wake()
 
     def _write(self, part: KVPart, first: int, kv: memoryview) -> None:

@@ -10,7 +10,6 @@ fills them.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -57,7 +56,6 @@ class RemotePrefill(KVReceive):
         self._address = address
         self._task = task
         self._length = len(task.tokens) // 4
-        self._asking = threading.Lock()
         self._destination: KVDestination | None = None
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
@@ -68,10 +66,14 @@ class RemotePrefill(KVReceive):
         """Ask for the prompt. On a thread that may wait."""
         try:
             connection = self._context.dial(self._address)
-            with self._asking:
-                if not self.closed:
-                    task = encode(self._task)
-                    self._destination = connection.pull(task, keys, have=self._held, context=self)
+            if not self._wanted():
+                return
+            destination = connection.pull(encode(self._task), keys, have=self._held, context=self)
+            # `close` either finds the transfer, or is seen here: the engine's thread does not wait for a message to a peer.
+            with self._lock:
+                self._destination, wanted = destination, self._wanted()
+            if not wanted:
+                destination.cancel()
         except ForewordError as error:
             self.message = error.message
             self.reason = error.reason if isinstance(error, TransferError) else str(Reason.FAILED)
@@ -96,8 +98,7 @@ class RemotePrefill(KVReceive):
 
     def close(self) -> KVArrival:
         """Begin no part any more. Full blocks that came whole are kept, also if the rest did not come."""
-        with self._asking:
-            self.stop()
+        self.stop()
         if self._destination is not None:
             self._destination.cancel()
         size = self._view.layout.block_size

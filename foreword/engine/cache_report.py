@@ -4,7 +4,6 @@ sequences are kept within a bound and compared with the prompt."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -89,24 +88,20 @@ class MissHistory:
         newest_first = reversed(self._texts.values())
         return [text.tokens[:] for text in islice((t for t in newest_first if t.salt == salt and t.tokens), count)]
 
-    def explain(
-        self, salt: Salt, prompt: array[int], cached: int, block_size: int, *, tell_other_tenants: bool = False
-    ) -> Explanation:
-        """Explain why only `cached` of the prompt's tokens were cached. Costs O(tokens remembered)."""
+    def explain(self, salt: Salt, prompt: array[int], cached: int, block_size: int) -> Explanation:
+        """Explain why only `cached` of the prompt's tokens were cached, by what the salt had. Costs O(tokens remembered)."""
         length = len(prompt)
         if cached >= length - 1:
             return Explanation("all_cached", None, "Everything but the last token, which gives the logits, was cached.")
         if length < block_size:
             detail = f"The prompt has {length} tokens, fewer than a block of {block_size}."
             return Explanation("shorter_than_block", None, detail)
-        same = self._longest_match(prompt, lambda other: other == salt)
+        same = self._longest_match(prompt, salt)
         next_block = (cached // block_size + 1) * block_size
         # The KV of a sequence's newest token is not computed yet: a match that is one token longer is no eviction.
         if same >= next_block and same > cached + 1:
             detail = f"Tokens up to {same} were computed before, but blocks after token {cached} have been evicted."
             return Explanation("evicted", None, detail)
-        if tell_other_tenants and self._longest_match(prompt, lambda other: other.tenant != salt.tenant) >= next_block:
-            return Explanation("other_tenant", None, "Another tenant has this prefix; tenants do not share.")
         if same == length:
             detail = f"The whole prompt was seen before; its last {length - cached} tokens do not fill a block."
             return Explanation("shorter_than_block", None, detail)
@@ -120,22 +115,19 @@ class MissHistory:
         detail = f"The closest recent prompt matches {same} tokens and differs at position {same}."
         return Explanation("diverged", same, detail)
 
-    def _longest_match(self, prompt: array[int], accepts: Callable[[Salt], bool]) -> int:
-        """Length of the longest prefix that the prompt shares with another text of an accepted salt."""
-        others = (text for text in self._texts.values() if text.tokens is not prompt and accepts(text.salt))
+    def _longest_match(self, prompt: array[int], salt: Salt) -> int:
+        """Length of the longest prefix that the prompt shares with another text of the salt."""
+        others = (text for text in self._texts.values() if text.tokens is not prompt and text.salt == salt)
         return max((common_prefix_length(prompt, text.tokens) for text in others), default=0)
 
 
 class CacheReports:
     """Writes the cache reports of sequences that have just been admitted."""
 
-    def __init__(
-        self, cache: PrefixCache, history: MissHistory, offload: OffloadManager | None, *, tell_other_tenants: bool
-    ) -> None:
+    def __init__(self, cache: PrefixCache, history: MissHistory, offload: OffloadManager | None) -> None:
         self._cache = cache
         self._history = history
         self._offload = offload
-        self._tell_other_tenants = tell_other_tenants
 
     def report(self, sequence: SequenceState) -> CacheReport:
         """Why reuse ended where it did, and where the reused KV came from."""
@@ -147,7 +139,6 @@ class CacheReports:
                 sequence.table.chain.tokens,
                 cached,
                 self._cache.block_size,
-                tell_other_tenants=self._tell_other_tenants,
             )
         if found.reason == "evicted" and sequence.reach > cached:
             found = _without_window(sequence.reach)

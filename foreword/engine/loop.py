@@ -65,7 +65,6 @@ class EngineLimits:
     vocab_size: int
     end_tokens: tuple[int, ...]
     seed: int | None = None
-    tell_other_tenants: bool = False
 
 
 @dataclass(slots=True)
@@ -176,7 +175,7 @@ class EngineCore:
             BlockSaver(cache, offload).attach(self.hooks)
         if history is not None:
             self.hooks.admitted.append(self._remember)
-        self._reports = CacheReports(cache, self._history, offload, tell_other_tenants=limits.tell_other_tenants)
+        self._reports = CacheReports(cache, self._history, offload)
         self._observers = tuple(observers)
         self._texts: dict[SequenceState, _TextState] = {}
         self._by_id: dict[str, list[SequenceState]] = {}

@@ -71,7 +71,7 @@ def check_server(config: Config) -> None:
     transfers. Raises ForewordError."""
     check_salts(config)
     PromptOrder.of(config.server)
-    transfer = config.transfer.with_secret()
+    transfer = config.transfer
     TlsSettings(transfer)
     if config.role is not None:
         check_listener(transfer, config.encryption)
@@ -81,8 +81,7 @@ def check_server(config: Config) -> None:
 def check_salts(config: Config) -> None:
     """Raises ConfigError if blocks would outlive this process but the salts in their names would not."""
     persistent = [url for url in config.store.urls if parse(url).reach is not Reach.PROCESS]
-    tenants = config.server.api_keys or config.server.api_key_file
-    if persistent and tenants and not config.server.tenant_secret:
+    if persistent and config.server.api_keys and not config.server.tenant_secret:
         raise ConfigError(
             "with API keys and a persistent store, set --tenant-secret (any long random text, the same on every server that "
             "shares the store): tenants' salts are derived from it, and without it no stored block is found after a restart"

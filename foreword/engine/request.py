@@ -29,7 +29,6 @@ MissReason = Literal[
     "evicted",
     "checkpoint_missing",
     "shorter_than_block",
-    "other_tenant",
     "disabled",
 ]
 

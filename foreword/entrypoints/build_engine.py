@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import psutil
 import torch
@@ -70,6 +70,7 @@ _HOST_SHARE = 1 / 3
 _DEVICE_SHARE = 0.9
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 _FEWEST_SLOTS = 16
+_HISTORY_TOKENS: Final = 1 << 20  # of recent prompts, by which misses are explained: 4 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,8 +330,8 @@ def _engine_core(
         reclaim=leases.yield_one,
     )
     ends, seed = tokenizer.eos_token_ids, config.seed
-    limits = EngineLimits(info.max_model_len, info.vocab_size, ends, seed, config.report_other_tenants)
-    history = MissHistory(config.history_tokens) if config.history_tokens else None
+    limits = EngineLimits(info.max_model_len, info.vocab_size, ends, seed)
+    history = MissHistory(_HISTORY_TOKENS)
     return EngineCore(
         runner,
         cache,
@@ -347,8 +348,8 @@ def _engine_core(
 
 def _leases(config: PrefixConfig, info: ModelInfo, cache: PrefixCache) -> EngineLeases:
     size, pool = info.kv_bytes_per_block, info.num_blocks * info.kv_bytes_per_block
-    given = config.budget_bytes(pool), config.retain_bytes(pool)
-    budget, retained = (min(one, pool) // size * size for one in given)  # what whole blocks take
+    given = config.budget_bytes(pool)
+    budget, retained = (min(one, pool) // size * size for one in (given, given // 2))  # what whole blocks take
     return EngineLeases(
         cache,
         budget,

@@ -46,7 +46,10 @@ class SharedPrefixes:
 
     def record(self, request_id: str, tenant: str, name: str | None, query: PlacementQuery, decision: Decision) -> None:
         """Note a prompt. `name`: of the named prefix that it begins with."""
-        tokens = max((one.reused for one in decision.estimates), default=0)
+        tokens = max([one.reused for one in decision.estimates], default=0)
+        if not tokens:
+            self.prompts.append(None)
+            return
         spaces = (query.key_space, *query.other_keys)
         known = {space: query.keys_in(space)[: tokens // space[1]] for space in spaces}
         ends = {space: keys[-1] for space, keys in known.items() if keys}

@@ -97,7 +97,7 @@ class InstalledExtras(RouterExtras):
         return ReplicaSpeedProbes(seconds)
 
     def misses(self, router: Router, config: ServerConfig) -> RouterMisses:
-        recorder = None if config.record is None else TraceRecorder(Path(config.record), salt=config.record_salt)
+        recorder = None if config.record is None else TraceRecorder(Path(config.record), salt=config.tenant_secret)
         return RouterMisses(router.metrics, router.decisions, recorder)
 
     async def keep_costs(self, kinds: CostKinds, path: str) -> None:

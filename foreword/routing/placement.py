@@ -44,6 +44,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Final, NamedTuple, Protocol
 
 from msgspec import Struct
@@ -221,33 +222,43 @@ class CostEstimate(NamedTuple):
         tokens)`."""
         if self.excluded:
             return self.excluded
-        _, queue, memory, load, compute, decode, _, transfer, reused, computed, from_tiers, *_ = self
-        total = self.total
-        if max(total, self.delays, self.stalls, self.ageing) < _SHOWN_SECONDS:
+        _, queue, memory, load, compute, decode, first, transfer, reused, computed, from_tiers, _, behind, *more = self
+        slows, ageing, coming = more
+        total = queue + memory + load + compute + decode + first + transfer
+        delays, stalls, least = behind * (load + compute), slows * compute, _SHOWN_SECONDS
+        if total < least and delays < least and stalls < least and ageing < least:
             return f"{total:.2f} s"
-        source = _loading(from_tiers) if load >= _SHOWN_SECONDS else ""
-        parts = (
-            (queue, "queued"),
-            (memory, "waiting for KV memory"),
-            (load, source),
-            (transfer, "KV transfer"),
-            (compute, f"computing {computed} of {computed + reused} tokens"),
-            (decode, "decode interference"),
-        )
-        listed = ", ".join([f"{seconds:.2f} {name}" for seconds, name in parts if seconds >= _SHOWN_SECONDS])
-        more = (
-            (self.delays, "for those that wait"),
-            (self.stalls, "for those that decode"),
-            (self.ageing, "for its long wait"),
-            (self.coming, "for those that will come"),
-        )
-        added = [f"{seconds:.2f} s {reason}" for seconds, reason in more if seconds >= _SHOWN_SECONDS]
-        return f"{total:.2f} s" + (f" ({listed})" if listed else "") + "".join([f", and {one}" for one in added])
+        parts: list[str] = []
+        if queue >= least:
+            parts.append(f"{queue:.2f} queued")
+        if memory >= least:
+            parts.append(f"{memory:.2f} waiting for KV memory")
+        if load >= least:
+            parts.append(f"{load:.2f} {_loading(from_tiers)}")
+        if transfer >= least:
+            parts.append(f"{transfer:.2f} KV transfer")
+        if compute >= least:
+            parts.append(f"{compute:.2f} computing {computed} of {computed + reused} tokens")
+        if decode >= least:
+            parts.append(f"{decode:.2f} decode interference")
+        words = f"{total:.2f} s ({', '.join(parts)})" if parts else f"{total:.2f} s"
+        if delays >= least:
+            words += f", and {delays:.2f} s for those that wait"
+        if stalls >= least:
+            words += f", and {stalls:.2f} s for those that decode"
+        if ageing >= least:
+            words += f", and {ageing:.2f} s for its long wait"
+        if coming >= least:
+            words += f", and {coming:.2f} s for those that will come"
+        return words
 
 
 def _loading(from_tiers: tuple[int, ...]) -> str:
     tiers = zip(from_tiers[1:], _TIER_NAMES[1:], strict=True)
     return f"loading {' and '.join(f'{tokens} from {name}' for tokens, name in tiers if tokens)}"
+
+
+_price: Final = attrgetter("price")
 
 
 class Decision(Struct, frozen=True):
@@ -294,8 +305,8 @@ class Decision(Struct, frozen=True):
         return f"{where}: {_REASONS.get(reason, reason)}, {estimate.in_words()}{self._runner_up()}"
 
     def _runner_up(self) -> str:
-        available = (one for one in self.estimates if not one.excluded and one.replica != self.replica)
-        other = min(available, key=lambda one: one.price, default=None)
+        available = [one for one in self.estimates if not one.excluded and one.replica != self.replica]
+        other = min(available, key=_price, default=None) if len(available) != 1 else available[0]
         return f"; next {other.replica} at {other.in_words()}" if other else ""
 
 

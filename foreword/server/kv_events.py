@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import threading
 import time
 from array import array
 from collections import defaultdict, deque
@@ -248,7 +247,6 @@ class KvEvents:
         self._lost = 0
         self._watches = False
         self._known: Newest[bytes, _KnownBlock] = Newest(_KNOWN_BLOCKS)
-        self._known_lock = threading.Lock()
         self._changes: deque[_Change] = deque(maxlen=_MAX_CHANGES)
         self.source = EventSource(first, second, self._log.messages, curve=key is not None)
         self._thread = background_thread(self._run, "kv-events")
@@ -283,10 +281,9 @@ class KvEvents:
 
     def _remember(self, event: BlocksStored) -> None:
         size, above = self._block_size, (event.parent, *event.keys)
-        with self._known_lock:
-            for number, (parent, key) in enumerate(pairwise(above)):
-                tokens = array("I", event.tokens[number * size : (number + 1) * size])
-                self._known[key] = _KnownBlock(parent, tokens, event.salt if not number else None)
+        for number, (parent, key) in enumerate(pairwise(above)):
+            tokens = array("I", event.tokens[number * size : (number + 1) * size])
+            self._known[key] = _KnownBlock(parent, tokens, event.salt if not number else None)
 
     def _described(self, event: BlocksStored, place: PublisherPlace = DEVICE) -> BlockStored:
         behind_public = is_public(event.parent)
@@ -333,8 +330,8 @@ class KvEvents:
 
     def _runs(self, keys: Sequence[bytes]) -> list[BlocksStored]:
         """Consecutive runs of the blocks whose tokens are known."""
-        with self._known_lock:
-            found = [(key, self._known[key]) for key in keys if key in self._known]
+        # The engine's thread adds blocks meanwhile, for which others go: each is looked at once.
+        found = [(key, block) for key in keys if (block := self._known.get(key)) is not None]
         runs: list[list[tuple[bytes, _KnownBlock]]] = []
         for key, block in found:
             if runs and runs[-1][-1][0] == block.parent and block.salt is None:

@@ -66,7 +66,7 @@ class Peers:
     def from_config(cls, config: Config) -> Peers:
         """Raises ConfigError, also for a malformed URL in `--drain-to`."""
         given = config.server
-        keyed = given.api_keys or given.api_key_file or given.router_key
+        keyed = given.api_keys or given.router_key
         return cls((*(() if keyed else _this_host(config)), *_named(config), *given.peers))
 
     def check_address(self, address: str, param: str) -> None:

@@ -102,7 +102,7 @@ def check_events(config: ServerConfig) -> None:
 def _recorder(config: Config) -> EngineRecorder | None:
     if config.server.record is None:
         return None
-    recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
+    recorder = TraceRecorder(Path(config.server.record), salt=config.server.tenant_secret)
     return EngineRecorder(recorder, config.engine.block_size, explained=True)
 
 
@@ -240,7 +240,7 @@ def _load_engine(config: Config, observers: Sequence[Observer], progress: Callab
     with preflight.without_collections():
         from foreword.entrypoints.async_engine import AsyncEngine
 
-    role, transfer = config.role, config.transfer.with_secret()
+    role, transfer = config.role, config.transfer
     return AsyncEngine.from_config(
         config.engine,
         prefixes=config.prefixes,

@@ -384,11 +384,10 @@ class StoreTier:
                     loan = stack.enter_context(self.store.lend(names, deadline=deadline))
             yield loan
 
-    def count_read(self, blocks: int, size: int, seconds: float, missed: int = 0) -> None:
+    def count_read(self, blocks: int, size: int, seconds: float) -> None:
         """Count frames that were right, with their bytes together, and the time that the read took; 0.0: not known."""
         with self._threads.lock:
             self.counters.hit_blocks += blocks
-            self.counters.missed_blocks += missed
             self.counters.read_bytes += size
             self.counters.read_seconds += seconds
             if size and seconds:
@@ -453,7 +452,13 @@ class StoreTier:
         """Count blocks and bytes. Returns how many blocks were read."""
         found = sum(frame is not None for frame in frames)
         read = sum(len(frame.data) for frame in frames if frame is not None)
-        self.count_read(found, read, seconds, len(frames) - found)
+        with self._threads.lock:
+            self.counters.hit_blocks += found
+            self.counters.missed_blocks += len(frames) - found
+            self.counters.read_bytes += read
+            self.counters.read_seconds += seconds
+            if read:
+                self.read_rate.note(read, seconds)
         return found
 
     def _count_faults(

@@ -57,7 +57,7 @@ class SendQueue:
         self._messages: deque[QueuedMessage] = deque()
         self.queued_bytes = 0  # of payloads
         self.without_payload = 0  # messages without a payload that wait
-        self.closed = False
+        self.error: TransferError | None = None  # why it is closed
         self._changed = threading.Condition()
 
     def post(self, message: QueuedMessage) -> None:
@@ -128,10 +128,22 @@ class SendQueue:
             self._changed.notify_all()
         message.done()
 
-    def close(self) -> None:
-        """Accept no more messages; release the queued ones."""
+    @property
+    def closed(self) -> bool:
+        return self.error is not None
+
+    def close(self, error: TransferError) -> bool:
+        """Accept no more messages. False if it was closed already; the first error is kept."""
         with self._changed:
-            self.closed = True
+            if self.error is not None:
+                return False
+            self.error = error
+            self._changed.notify_all()
+            return True
+
+    def drop(self) -> None:
+        """After `close`: release the queued messages."""
+        with self._changed:
             messages = list(self._messages)
             self._messages.clear()
             self._changed.notify_all()
@@ -146,22 +158,23 @@ class SendQueue:
 
 @dataclass(slots=True)
 class LinkTraffic:
-    """Payloads over one kind of link since the start. `seconds` were spent sending messages with a payload."""
+    """Payloads over one kind of link since the start. `seconds` were spent sending messages with a payload. `lock` is the
+    endpoint's."""
 
+    lock: threading.Condition = field(repr=False)
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def note_sent(self, size: int, seconds: float) -> None:
         if size:
-            with self._lock:
+            with self.lock:
                 self.bytes_sent += size
                 self.seconds += seconds
 
     def note_received(self, size: int) -> None:
         if size:
-            with self._lock:
+            with self.lock:
                 self.bytes_received += size
 
 
@@ -193,13 +206,11 @@ class Channel:
         self.link = link
         self.peer = peer
         self.largest = min(link.largest, peer.largest)
-        self.error: TransferError | None = None
         self._layout = layout
         self._traffic = traffic
         self._heartbeat = heartbeat
         self._timeout = timeout
         self._queue = SendQueue(queue_bytes)
-        self._lock = threading.Lock()
         self._writer: threading.Thread | None = None
         self._on_error: Callable[[TransferError], object] = self.close
 
@@ -214,6 +225,11 @@ class Channel:
         if self._layout is None or not self.has_layout:
             raise TransferError("one of the two instances has no blocks", reason=Reason.LAYOUT)
         return self._layout
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why the connection has ended; None while it lives."""
+        return self._queue.error
 
     @property
     def alive(self) -> bool:
@@ -296,12 +312,10 @@ class Channel:
 
     def close(self, error: TransferError) -> bool:
         """Close the link and release what is queued. False if it was closed already; the first error is kept."""
-        with self._lock:
-            if self.error is not None:
-                return False
-            self.error = error
+        if not self._queue.close(error):
+            return False
         self.link.close()
-        self._queue.close()
+        self._queue.drop()
         return True
 
     def join(self, timeout: float) -> None:

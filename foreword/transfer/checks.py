@@ -17,11 +17,7 @@ from foreword.transfer_config import TransferConfig
 
 
 def check_listener(transfer: TransferConfig, encryption: EncryptionConfig) -> None:
-    """Raises ConfigError for a secret or certificate that cannot be used, or an address that no other instance could use.
-
-    Args:
-        transfer: with its secret read (`with_secret`).
-    """
+    """Raises ConfigError for a certificate that cannot be used, or an address that no other instance could use."""
     check_encrypted(transfer, encryption)
     where = parse_address(transfer.bind)
     if transfer.advertise is not None:

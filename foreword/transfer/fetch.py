@@ -157,26 +157,29 @@ class FetchServer:
         self._service = service
         self._workers = workers
         self._patience = patience
-        self._places = threading.BoundedSemaphore(_MAX_REQUESTS)
         # Requests of each channel that wait, and how many are being answered.
         self._waiting: dict[Channel, deque[tuple[bytes, Locate | Get]]] = {}
         self._busy: Counter[Channel] = Counter()
+        self._open = 0  # requests that wait or are being answered
         self._lock = threading.Lock()
 
     def serve(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
         """Answer a request on another thread, or refuse it at once if there are too many."""
-        if not self._places.acquire(blocking=False):
+        with self._lock:
+            full = self._open >= _MAX_REQUESTS
+            if not full:
+                self._open += 1
+                if self._busy[channel] >= _THREADS_PER_PEER:
+                    self._waiting.setdefault(channel, deque()).append((transfer, message))
+                    return
+                self._busy[channel] += 1
+        if full:
             channel.post(Refuse(Reason.FULL, "too many requests at once"), transfer)
             return
-        with self._lock:
-            if self._busy[channel] >= _THREADS_PER_PEER:
-                self._waiting.setdefault(channel, deque()).append((transfer, message))
-                return
-            self._busy[channel] += 1
         try:
             self._workers.submit(self._serve_all, channel, transfer, message)
         except RuntimeError:  # the endpoint is closed
-            self._places.release()
+            self._end()
             channel.post(Refuse(Reason.DRAINING, "the instance stops"), transfer)
 
     def _serve_all(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
@@ -185,6 +188,10 @@ class FetchServer:
         while following is not None:
             self._work(channel, *following)
             following = self._next(channel)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._open -= 1
 
     def _next(self, channel: Channel) -> tuple[bytes, Locate | Get] | None:
         with self._lock:
@@ -199,7 +206,7 @@ class FetchServer:
 
     def _work(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
         if not channel.alive:
-            self._places.release()
+            self._end()
             return
         try:
             self._answer(channel, transfer, message)
@@ -209,7 +216,7 @@ class FetchServer:
             log.exception("the service failed to answer a peer")
             channel.post(Refuse(Reason.FAILED, f"the service failed: {type(error).__name__}"), transfer)
         finally:
-            self._places.release()
+            self._end()
 
     def _answer(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
         names = split_keys(message.names, NAME_BYTES)

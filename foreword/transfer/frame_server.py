@@ -71,8 +71,7 @@ class FrameServer:
         self._memory = tuple(memory)
         self._slots = StagingSlots(range(staging.slots))
         self._batch = max(min(BATCH_BYTES // staging.frame_bytes, BATCH_BLOCKS, most, staging.slots), 1)
-        self._copying = threading.Lock()
-        self._counting = threading.Lock()
+        self._copying = threading.Lock()  # guards copies, and the counts of what was copied
         self._counts: Counter[str] = Counter()
 
     # The device, for subclasses
@@ -135,7 +134,9 @@ class FrameServer:
         from_device = self._from_device(names, missing, slots, deadline) if missing else {}
         for i, length in from_device.items():
             frames[i] = buffers[i][:length]
-        self._count(device=len(from_device), memory=from_memory, missing=len(names) - from_memory - len(from_device))
+        missed = len(names) - from_memory - len(from_device)
+        with self._copying:
+            self._counts.update(device=len(from_device), memory=from_memory, missing=missed)
         return frames
 
     def _read(
@@ -167,10 +168,6 @@ class FrameServer:
             buffer = self._staging.buffer(slots[one.number])
             seal(one.header, buffer[: HEADER_BYTES + one.header.length])
         return {one.number: HEADER_BYTES + one.header.length for one in held}
-
-    def _count(self, **more: int) -> None:
-        with self._counting:
-            self._counts.update(more)
 
     def _header(self, name: Name, parent: bytes, depth: int) -> Header:
         layout, root = name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:PREFIX_BYTES]

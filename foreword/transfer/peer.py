@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
+from foreword.config_layers import read_secret
 from foreword.errors import ConfigError, StoreConfigError, StoreTimeout, StoreUnavailable
 from foreword.store.background import background_thread
 from foreword.store.base import Name, StoreStatus, time_left
@@ -35,15 +36,12 @@ _FIRST_PAUSE: Final = 0.25
 _LONGEST_PAUSE: Final = 5.0
 # Seconds between two checks whether the connection is still alive.
 _CHECK_INTERVAL: Final = 0.5
-_CONNECTION_OPTIONS: Final[Options] = {
-    "connect_timeout": float,
-    "progress_timeout": float,
-    "beat_seconds": float,
-    "links": lambda text: tuple(text.split(",")),
-    "ring": str,
-    "tls": parse_flag,
-}
-_URL_OPTIONS: Final[Options] = {"secret_env": str, "secret_file": str, **_CONNECTION_OPTIONS}
+_URL_OPTIONS: Final[Options] = {
+    "secret_env": str, "secret_file": str, "progress_timeout": float, "ring": str, "tls": parse_flag,
+}  # fmt: skip
+# Taken from the instance's own settings where the URL does not say otherwise. A progress_timeout gives the others.
+_OWN: Final = ("ring", "tls", "links")
+_TIMES: Final = ("progress_timeout", "connect_timeout", "answer_timeout", "beat_seconds")
 
 
 class PeerStore(ReadOnlyStore):
@@ -199,16 +197,14 @@ def settings_of(place: StoreUrl, config: TransferConfig) -> TransferConfig:
         raise StoreConfigError(f"{place.url}: give secret_env or secret_file, not both")
     if variable and variable not in os.environ:
         raise StoreConfigError(f"{place.url}: there is no environment variable {variable}")
-    secret = os.environ[variable] if variable else None if secret_file else config.secret
     if place.codec != "raw":
         raise StoreConfigError(f"{place.url}: blocks of a peer are read as they are; remove codec=")
     try:
-        own = TransferConfig(
-            secret=secret,
-            secret_file=secret_file or None,
-            previous_secrets=() if variable or secret_file else config.previous_secrets,
-            **{key: given.get(key, getattr(config, key)) for key in _CONNECTION_OPTIONS},
-        ).with_secret()
+        secret = os.environ[variable] if variable else config.secret
+        if secret_file:
+            secret = read_secret(f"file:{secret_file}", "the secret")
+        kept = _OWN if "progress_timeout" in given else (*_OWN, *_TIMES)
+        own = TransferConfig(secret=secret, **{key: getattr(config, key) for key in kept} | given)
     except ConfigError as error:
         raise StoreConfigError(f"{place.url}: {error.message}") from None
     _check_address(_address(place), own)

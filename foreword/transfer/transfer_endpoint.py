@@ -50,16 +50,16 @@ class PendingConnections:
 
     A peer with the secret authenticates within milliseconds, so it is never the oldest for long: clients that connect and do
     not authenticate displace each other. The total limit displaces a connection of the address that has the most, so one
-    address does not displace others.
+    address does not displace others. `lock` is the endpoint's.
     """
 
-    def __init__(self, limit: int = _LIMIT, per_address: int = _LIMIT_PER_ADDRESS) -> None:
+    def __init__(self, lock: threading.Condition, limit: int = _LIMIT, per_address: int = _LIMIT_PER_ADDRESS) -> None:
         self._limit = limit
         self._per_address = per_address
         self._hosts: dict[SocketStream, str] = {}
         self._counts: Counter[str] = Counter()
         self._displaced: set[SocketStream] = set()
-        self._lock = threading.Lock()
+        self._lock = lock
 
     def __len__(self) -> int:
         return len(self._hosts)
@@ -160,11 +160,13 @@ class TransferEndpoint:
         self._registry = TransferRegistry(self.service, timings, config.max_transfers)
         self._workers = BackgroundJobs("transfer", most=None, threads=_WORKERS)
         self._server = FetchServer(self.service, self._workers, config.progress_timeout)
-        self._traffic = {name: LinkTraffic() for name in LINKS}
-        self._lock = threading.Lock()
+        # Guards the connections with their counts, and attempts to connect, for which threads wait. No call that may wait is
+        # made under it.
+        self._lock = threading.Condition()
+        self._traffic = {name: LinkTraffic(self._lock) for name in LINKS}
         self._connections: list[Connection] = []
-        self._dialing: dict[str, threading.Lock] = {}
-        self._pending = PendingConnections()
+        self._dialing: set[str] = set()
+        self._pending = PendingConnections(self._lock)
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
         background_thread(self._run_clock, "transfer-clock")
@@ -193,14 +195,17 @@ class TransferEndpoint:
             raise ConfigError(f"{address} is another host: set transfer.secret, the same on all instances")
         limit = time.monotonic() + self.config.connect_timeout
         limit = limit if deadline is None else min(limit, deadline)
+        name = str(where)
         with self._lock:
-            dialing = self._dialing.setdefault(str(where), threading.Lock())
-        if not dialing.acquire(timeout=max(limit - time.monotonic(), 0)):
-            raise TransferUnavailable(f"{address} does not answer an earlier attempt to connect")
+            if not self._lock.wait_for(lambda: name not in self._dialing, max(limit - time.monotonic(), 0)):
+                raise TransferUnavailable(f"{address} does not answer an earlier attempt to connect")
+            self._dialing.add(name)
         try:
-            return self._existing(str(where)) or self._dial(where, limit)
+            return self._existing(name) or self._dial(where, limit)
         finally:
-            dialing.release()
+            with self._lock:
+                self._dialing.remove(name)
+                self._lock.notify_all()
 
     def _existing(self, address: str) -> Connection | None:
         with self._lock:
@@ -258,7 +263,7 @@ class TransferEndpoint:
             traffic,
             heartbeat=config.beat_seconds,
             timeout=config.progress_timeout,
-            queue_bytes=parse_bytes(config.queue),
+            queue_bytes=parse_bytes(config.ring),
         )
         connection = Connection(channel, self._registry, self._server, traffic, self._forget)
         with self._lock:

@@ -14,8 +14,10 @@ import pytest
 import tiny
 import torch
 import transformers
+from config_constants import constants, taken
 from patience import patient, unhurried
 
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.llm import LLM
 
 torch.set_num_threads(1)
@@ -58,9 +60,12 @@ def engine(folder: Folder) -> Callable[..., LLM]:
     def make(family: str, **options: Any) -> LLM:
         settings: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
         settings["self_check"] = False
-        if isinstance(options.get("store"), str | list):
-            return unhurried(LLM(str(folder(family)), **(settings | options | {"store": patient(options["store"])})))
-        return LLM(str(folder(family)), **(settings | options))
+        with constants(EngineConfig, **taken(EngineConfig, options)):
+            if isinstance(options.get("store"), str | list):
+                return unhurried(
+                    LLM(str(folder(family)), **(settings | options | {"store": patient(options["store"])}))
+                )
+            return LLM(str(folder(family)), **(settings | options))
 
     return make
 

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from config_constants import constants, taken
 from example_counts import examples, represented
 from patience import patient, unhurried
 
 from foreword.engine.request import SamplingParams
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.llm import LLM
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
@@ -52,7 +54,8 @@ def start(model: str, dtype: str, **options: Any) -> LLM:
     """An engine with default settings, but for its sizes and that it loads what it finds."""
     store = options.pop("store", None)
     sizes: dict[str, Any] = {"kv_memory": "12288 tokens", "block_size": 4, "threads": 1, "self_check": False}
-    return unhurried(LLM(model, dtype=dtype, store=patient(store) if store else (), **sizes | options))
+    with constants(EngineConfig, **taken(EngineConfig, options)):
+        return unhurried(LLM(model, dtype=dtype, store=patient(store) if store else (), **sizes | options))
 
 
 class Watched:

@@ -26,12 +26,11 @@ def explain(
     *seen: list[int],
     salt: Salt = ME,
     other: Salt = ME,
-    tell: bool = False,
 ) -> Explanation:
     history = MissHistory(1000)
     for tokens in seen:
         history.add(other, of(*tokens))
-    return history.explain(salt, of(*prompt), cached, SIZE, tell_other_tenants=tell)
+    return history.explain(salt, of(*prompt), cached, SIZE)
 
 
 small = st.lists(st.integers(0, 1), max_size=50)
@@ -126,13 +125,9 @@ def test_what_was_reused_is_older_than_the_memory() -> None:
         assert bool("8 tokens" in found.detail)
 
 
-def test_other_tenants_are_mentioned_only_where_allowed() -> None:
-    """A prefix of another tenant is mentioned only if the operator allows it; else it was never seen."""
-    prompt, seen = list(range(9)), list(range(9))
-    hidden = explain(prompt, 0, seen, other=THEM)
-    shown = explain(prompt, 0, seen, other=THEM, tell=True)
-    assert (hidden.reason, shown.reason) == ("never_seen", "other_tenant")
-    assert explain(prompt, 0, seen[:3], other=THEM, tell=True).reason == "never_seen"
+def test_other_tenants_are_not_mentioned() -> None:
+    """A prefix of another tenant was never seen."""
+    assert explain(list(range(9)), 0, list(range(9)), other=THEM).reason == "never_seen"
 
 
 def test_own_eviction_before_other_tenants() -> None:
@@ -140,7 +135,7 @@ def test_own_eviction_before_other_tenants() -> None:
     history = MissHistory(1000)
     history.add(ME, of(*range(9)))
     history.add(THEM, of(*range(9)))
-    assert history.explain(ME, of(*range(9)), 0, SIZE, tell_other_tenants=True).reason == "evicted"
+    assert history.explain(ME, of(*range(9)), 0, SIZE).reason == "evicted"
 
 
 def test_a_prompt_is_not_compared_with_itself() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from config_constants import constants
 from example_counts import represented
 from peer_process import PATIENCE, Process
 from tiny import Reference, greedy, prompt
@@ -71,7 +72,7 @@ class Giver:
         assert self.engine.served is not None and self.engine.instance is not None
         self.served: BlockServer = self.engine.served
         self.endpoint: TransferEndpoint = self.engine.instance.endpoint
-        self.url = f"peer://{self.endpoint.address}?beat_seconds=5"
+        self.url = f"peer://{self.endpoint.address}?progress_timeout=75"
 
     def generate(self, tokens: Sequence[int], count: int = 8, salt: Salt = NO_SALT) -> tuple[int, ...]:
         return asyncio.run(collect(self.engine, tokens, count, salt))
@@ -373,7 +374,10 @@ def test_bytes_that_change_on_the_way(engine: Make, reference: Find, giver: Any,
     one = giver()
     one.generate(tokens)
     between = wire(one.endpoint.address)
-    with engine("llama", store=stores(MEMORY, f"peer://{between.address}?links=tcp&beat_seconds=5")) as llm:
+    with (
+        constants(TransferConfig, links=("tcp",)),
+        engine("llama", store=stores(MEMORY, f"peer://{between.address}?progress_timeout=75")) as llm,
+    ):
         connected(llm)
         between.flip = True
         [output] = llm.generate(tokens, greedy(8))
@@ -401,7 +405,7 @@ def test_a_process_that_is_killed_and_comes_back(
     truth = reference("llama")
     (tmp_path / "secret").write_text(SECRET)
     between = wire(f"127.0.0.1:{port}")
-    url = f"peer://{between.address}?links=tcp&beat_seconds=1&connect_timeout=5&secret_file={tmp_path}/secret"
+    url = f"peer://{between.address}?progress_timeout=30&secret_file={tmp_path}/secret"
 
     def ask(llm: LLM, tokens: list[int]) -> dict[str, int]:
         [output] = llm.generate(tokens, greedy(8), cache_report=True)
@@ -414,7 +418,7 @@ def test_a_process_that_is_killed_and_comes_back(
         texts = [prompt(401, 20 + number) for number in range(4)]
         for tokens in texts[:3]:
             assert tuple(a.ask("generate", tokens=tokens, count=8)) == truth.greedy(tokens, 8)
-        with engine("llama", store=stores(url)) as llm:
+        with constants(TransferConfig, links=("tcp",)), engine("llama", store=stores(url)) as llm:
             connected(llm)
             assert ask(llm, texts[0]) == {"peer": 400}
             a.ask("clear")

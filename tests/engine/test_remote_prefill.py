@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from example_counts import represented
@@ -16,11 +18,13 @@ from patience import patient
 from tiny import prompt
 
 from foreword.blocks.salt import Salt
+from foreword.config_layers import build
 from foreword.disaggregation import request_messages as wire
 from foreword.engine.request import SamplingParams
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.tokens.structured_output import StructuredOutput
+from foreword.transfer.connection import Connection
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService
 from foreword.transfer.wire_format import Reason
@@ -265,6 +269,41 @@ def test_client_leaves(nodes: tuple[Node, Node], steps: int) -> None:
     asyncio.run(main())
 
 
+def test_client_leaves_while_its_prompt_is_asked_for(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that leaves while the message to the prefill side is on its way holds up no step; the transfer that begins
+    behind it is cancelled, so the other side computes nothing for it."""
+    prefill, decode = nodes
+    real, begun, go = Connection.pull, threading.Event(), threading.Event()
+
+    def gated(*given: Any, **more: Any) -> Any:
+        begun.set()
+        assert go.wait(PATIENCE)
+        return real(*given, **more)
+
+    async def main() -> None:
+        for each in nodes:
+            await each.fresh()
+        prefill.valve.shut()
+        monkeypatch.setattr(Connection, "pull", gated)
+        task = asyncio.create_task(ask(decode.engine, prompt(200, 21), GREEDY, prefill.address))
+        await until(begun.is_set)
+        task.cancel()
+        await until(lambda: not decode.engine._core.scheduler.waiting_for_kv)
+        assert (await ask(decode.engine, prompt(20, 22), GREEDY)).tokens
+        go.set()
+        await until(lambda: [one.outcome for one in prefill.said.transfers] == ["cancelled"])
+        prefill.valve.open()
+        for each in nodes:
+            await each.whole()
+        assert not prefill.said.prefill_tokens
+
+    try:
+        asyncio.run(main())
+    finally:
+        go.set()
+        prefill.valve.open()
+
+
 def test_source_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
     """If the prefill side dies in the middle, the decode side keeps the blocks that came whole and computes the rest;
     the client sees the same output, and the failure is counted."""
@@ -336,7 +375,7 @@ def test_secret_and_links(
     computed where it is decoded."""
     word = "sixteen characters and more"
     (tmp_path / "secret").write_text(word + "\n")
-    assert TransferConfig(secret_file=str(tmp_path / "secret")).with_secret().secret == word
+    assert build(TransferConfig, "transfer", {"secret_file": str(tmp_path / "secret")}).secret == word
     source = node(folder("llama"), "prefill", transfer={"secret": word, "links": links})
     friend = node(folder("llama"), "decode", transfer={"secret": word, "links": links})
     stranger = node(folder("llama"), "decode", transfer={"secret": word[::-1]})

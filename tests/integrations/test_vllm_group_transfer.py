@@ -15,7 +15,7 @@ pytestmark = needs_vllm
 
 ENVIRONMENT = {"FOREWORD_TEST_SECRET": "a secret of the right length for tests", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 # Generous, for a busy machine.
-PATIENCE = {"connect_timeout": 60.0, "answer_timeout": 60.0, "beat_seconds": 20.0}
+PATIENCE = {"progress_timeout": 300.0}
 TRANSFER = {"secret_env": "FOREWORD_TEST_SECRET", "lease_seconds": 30, **PATIENCE}
 LENGTHS = [600, 770, 640]
 

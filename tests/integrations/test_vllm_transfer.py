@@ -20,7 +20,7 @@ pytestmark = needs_vllm
 SECRET = "a secret of the right length for tests"
 ENVIRONMENT = {"FOREWORD_TEST_SECRET": SECRET, "FOREWORD_OTHER_SECRET": SECRET[::-1]}
 # Generous, for a busy machine.
-PATIENCE = {"connect_timeout": 60.0, "answer_timeout": 60.0, "beat_seconds": 20.0}
+PATIENCE = {"progress_timeout": 300.0}
 TRANSFER = {"secret_env": "FOREWORD_TEST_SECRET", **PATIENCE}
 PROMPTS = prompts(71, [200, 20, 128, 140, 170, 180, 150, 160])
 LONG, SHORT, EXACT, AGAIN, REFUSED, OTHER, DYING, DEAD = PROMPTS

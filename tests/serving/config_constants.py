@@ -30,6 +30,11 @@ def constants(kind: type[Any], **values: Any) -> Iterator[None]:
         defaults.update(before)
 
 
+def taken(kind: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Take the constants of a section out of options."""
+    return {name: options.pop(name) for name in kind.__init__.__kwdefaults__ if name in options}  # type: ignore[misc]
+
+
 @contextmanager
 def named_constants(given: Sequence[str]) -> Iterator[None]:
     """Let sections have constants that are written as among arguments."""

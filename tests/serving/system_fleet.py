@@ -27,7 +27,7 @@ ENGINE = ["--dtype", "float32", "--batch-invariant", "on", "--no-self-check"]
 # The device holds less than the prompts of a round, each tier less than the next.
 SMALL = ["--kv-memory", "2560 tokens", "--max-num-seqs", "8", "--max-batch-tokens", "128"]
 MEMORY, DISK, FILE_SYSTEM, REDIS = "8MiB", "32MiB", 48 << 20, "64mb"
-TRANSFER = {"answer": 3, "progress": 3, "connect": 3}
+TRANSFER = {"answer_timeout": 3, "connect_timeout": 3, "beat_seconds": 1}
 ROUTER = ["--health-interval", "0.5", "router.health_timeout=5", "router.connect_timeout=5", "--stall-timeout", "10"]
 ROUTER += ["--min-prefill", "96", "--tokenizer", str(MODEL)]
 PATIENCE = 300.0  # a start takes minutes on a machine that does other work
@@ -101,8 +101,8 @@ class Fleet:
         self.segments = shared_memory()
         self.redis = RedisServer(self.folder / "redis", "--maxmemory", REDIS, "--maxmemory-policy", "allkeys-lru")
         loop = Loop()
-        timeouts = [word for name, value in TRANSFER.items() for word in (f"--transfer-{name}-timeout", str(value))]
-        timeouts += ["--transfer-beat-seconds", "1", "--transfer-lease-seconds", "10", "--drain-seconds", "20"]
+        timeouts = [f"transfer.{name}={value}" for name, value in TRANSFER.items()]
+        timeouts += ["--transfer-progress-timeout", "3", "--transfer-lease-seconds", "10", "--drain-seconds", "20"]
 
         shared = [*timeouts, "--store", self.redis.url]
         self.replicas = [

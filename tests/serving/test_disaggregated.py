@@ -24,7 +24,7 @@ from foreword.server.engine_metrics import PrometheusObserver
 
 pytestmark = pytest.mark.timeout(300)
 
-FLAGS = ["--dtype", "float32", "--transfer-min-tokens", "16"]
+FLAGS = ["--dtype", "float32", "transfer.min_tokens=16"]
 LINE = "def area(width: float, height: float) -> float:\n    return width * height\n\n"
 
 

@@ -301,7 +301,7 @@ def test_the_second_picker_takes_over(mode: str, fleet: Fleet, tmp_path: Path) -
 def test_prompts_are_computed_by_prefill_replicas(tmp_path: Path) -> None:
     """While a decode server is busy, a long prompt is computed by the prefill server, in both configurations of the gateway,
     with the same output."""
-    flags = (*FLOAT, "--transfer-min-tokens", "16")
+    flags = (*FLOAT, "transfer.min_tokens=16")
     servers = [ControlledProcess("--role", role, *flags) for role in ("prefill", "decode")]
     port = free_port()
     gone: list[RouterProcess | Envoy] = []

@@ -103,10 +103,10 @@ def test_hosts_of_the_configuration() -> None:
         Peers.from_config(Config(server=ServerConfig(drain_to=("10.0.0.8:8000",))))
 
 
-@pytest.mark.parametrize("key", ["api_keys", "api_key_file", "router_key"])
+@pytest.mark.parametrize("key", ["api_keys", "router_key"])
 def test_tenants_name_known_servers_only(key: str) -> None:
     """Where keys are required, a tenant reaches no port of this host that the configuration does not name."""
-    value = {"api_keys": ("alice=alices-key",), "api_key_file": "keys", "router_key": "the key of a router"}[key]
+    value = {"api_keys": ("alice=alices-key",), "router_key": "the key of a router"}[key]
     given = ServerConfig(**{key: value}, drain_to=("http://127.0.0.1:8001",), peers=("localhost:9100",))
     peers = Peers.from_config(Config(server=given, transfer=TransferConfig(bind="127.0.0.1:9200")))
     assert allows(peers, "127.0.0.1:8001") and allows(peers, "localhost:9100")

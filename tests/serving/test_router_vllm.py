@@ -47,7 +47,7 @@ def start(model: Path, folder: Path, core: int) -> VllmServer:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
             "load_timeout": 300.0,
-            "transfer": {"secret_env": "FOREWORD_TEST_SECRET", "connect_timeout": 60.0, "answer_timeout": 60.0},
+            "transfer": {"secret_env": "FOREWORD_TEST_SECRET", "progress_timeout": 300.0},
         },
     }
     return VllmServer(

@@ -21,7 +21,6 @@ SECRETS = {
     "api-keys": "alice=caller-QuietPlease",
     "admin-key": "admin-QuietPlease",
     "tenant-secret": "tenant-QuietPlease",
-    "record-salt": "salt-QuietPlease",
 }
 OF_A_SERVER = {"router-key": "router-QuietPlease", "transfer-secret": "transfer-QuietPlease"}
 OF_A_ROUTER = {"replica-key": "router-QuietPlease"}

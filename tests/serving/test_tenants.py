@@ -11,6 +11,7 @@ from shared_server import SharedServers, words
 
 from foreword.api.rights import Tenants
 from foreword.blocks.salt import derive_salt
+from foreword.config_layers import build
 from foreword.errors import ConfigError
 from foreword.process_config import ServerConfig
 from foreword.request_errors import Unauthorized
@@ -84,7 +85,8 @@ def test_keys_from_configuration_and_file(tmp_path: Path) -> None:
     """Keys come from the configuration and from a file with comments; one tenant may have several keys."""
     path = tmp_path / "keys"
     path.write_text("# staff\nalice=second-key  # laptop\n\nbare-key\n", encoding="utf-8")
-    config = ServerConfig(api_keys=("alice=first-key",), api_key_file=str(path), tenant_secret="a secret of the tests")
+    given = {"api_keys": ["alice=first-key", f"file:{path}"], "tenant_secret": "a secret of the tests"}
+    config = build(ServerConfig, "server", given)
     tenants = Tenants.from_config(config)
     first, second, bare = (tenants.authenticate(f"Bearer {key}") for key in ("first-key", "second-key", "bare-key"))
     assert first == second and first.name == "alice" and first.salt == derive_salt(b"a secret of the tests", "alice")
@@ -119,8 +121,11 @@ def test_malformed_keys(entry: str) -> None:
 
 
 def test_key_mistakes_of_the_operator(tmp_path: Path) -> None:
-    """A key that two tenants have, and a key file that cannot be read, are ConfigErrors."""
+    """A key that two tenants have, and a key file that cannot be read or has comments only, are ConfigErrors."""
     with pytest.raises(ConfigError, match="twice"):
         Tenants.from_config(ServerConfig(api_keys=("a=same-key", "b=same-key")))
-    with pytest.raises(ConfigError, match="api_key_file"):
-        Tenants.from_config(ServerConfig(api_key_file=str(tmp_path / "absent")))
+    with pytest.raises(ConfigError, match=r"cannot read server\.api_keys from .*absent"):
+        build(ServerConfig, "server", {"api_key_file": str(tmp_path / "absent")})
+    (tmp_path / "comments").write_text("# alice=key\n\n  # bob=key\n")
+    with pytest.raises(ConfigError, match=r"server\.api_keys has no key"):
+        Tenants.from_config(build(ServerConfig, "server", {"api_key_file": str(tmp_path / "comments")}))

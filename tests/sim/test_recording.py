@@ -14,9 +14,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from config_constants import constants
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.engine.request import SamplingParams
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
 from foreword.observability.recording import RequestRecord, TraceRecorder
@@ -51,8 +53,9 @@ def test_the_simulator_reproduces_the_engines_hits(tmp_path: Path) -> None:
     the file contains no tokens and no keys."""
     path, rng = tmp_path / "trace.jsonl", random.Random(3)
     recorder = TraceRecorder(path)
-    options = {"threads": 1, "partial_reuse": False, "self_check": False, "seed": 0}
-    llm = LLM(observers=[EngineRecorder(recorder, 16)], kv_memory="8192 tokens", **options)
+    options = {"threads": 1, "self_check": False, "seed": 0}
+    with constants(EngineConfig, partial_reuse=False):
+        llm = LLM(observers=[EngineRecorder(recorder, 16)], kv_memory="8192 tokens", **options)
     talks = [[rng.randrange(300, 4000) for _ in range(40)] for _ in range(3)]
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
     found: list[int] = []

@@ -162,7 +162,7 @@ def test_a_url_is_shown_without_secrets(show: Callable[[object], str]) -> None:
 @pytest.mark.parametrize(
     "holder",
     [
-        TransferConfig(secret=SECRET * 2, previous_secrets=(SECRET * 3,), limited_secrets=(f"get={SECRET * 2}",)),
+        TransferConfig(secret=f"{SECRET * 2}\n{SECRET * 3}\nget={SECRET * 2}"),
         Identity(b"i", (SharedSecret(SECRET),), ("tcp",), None, "127.0.0.1:1", 1.0, 1),
         make_command(b"", b"AUTH", SECRET.encode()),
         Caller.of({"authorization": f"Bearer {SECRET}"}),

@@ -32,7 +32,7 @@ QUICK = {"answer_timeout": 2.0, "progress_timeout": 2.0, "lease_seconds": 2.0, "
 
 def config(**other: object) -> TransferConfig:
     """Small buffers and long time limits, unless given."""
-    return TransferConfig(**{"ring": "1MiB", "queue": "1MiB", **PATIENT, **other})  # type: ignore[arg-type]
+    return TransferConfig(**{"ring": "1MiB", **PATIENT, **other})  # type: ignore[arg-type]
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -291,7 +291,7 @@ def test_no_public_address_without_a_secret(bind: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"secret": "short"}, {"links": ("shm",)}, {"links": ("tcp", "pigeon")}, {"ring": "1KiB"}, {"lease_seconds": 0.0},
-     {"beat_seconds": float("nan")}, {"max_transfers": 0}],
+     {"lease_seconds": float("nan")}, {"max_connections": 0}],
     ids=lambda wrong: next(iter(wrong)),
 )  # fmt: skip
 def test_settings_out_of_range(wrong: dict[str, object]) -> None:
@@ -525,7 +525,7 @@ def delivered(giving: Recorder, connection: Connection, seed: int = 5) -> object
     return source
 
 
-def test_a_lost_taken_message() -> None:
+def test_a_lost_taken_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection breaks after the destination took a request and before `Taken` arrives: the source asks and learns it."""
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
@@ -537,7 +537,7 @@ def test_a_lost_taken_message() -> None:
         destination = decode.await_("finished")
         assert isinstance(destination, KVDestination)
         # Taken says so into a connection that breaks before it is sent.
-        destination.channel._queue.close()
+        monkeypatch.setattr(destination.channel, "post", lambda *_, **__: None)
         assert destination.take()
         connection.close()
         assert source.wait(PATIENCE) is TransferOutcome.TAKEN  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach
 from foreword.store.urls import open_store, parse
-from foreword.transfer.peer import PeerStore, opener
+from foreword.transfer.peer import PeerStore, opener, settings_of
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.wire_format import Buffer
 from foreword.transfer_config import TransferConfig
@@ -334,8 +334,8 @@ def test_urls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
     monkeypatch.setenv("PEER_SECRET", SECRET)
     with_secret = config(secret=SECRET)
     for url, settings in (
-        (f"peer://{place.address}?secret_file={tmp_path}/secret&links=tcp&ring=1MiB", config()),
-        (f"peer://{place.address}?secret_env=PEER_SECRET&connect_timeout=3&beat_seconds=1", config()),
+        (f"peer://{place.address}?secret_file={tmp_path}/secret&ring=1MiB", config(links=("tcp",))),
+        (f"peer://{place.address}?secret_env=PEER_SECRET&progress_timeout=15", config()),
         (f"peer://{place.address}/?label=others", with_secret),
         (f"peer://{tmp_path}/socket", with_secret),
     ):
@@ -344,6 +344,23 @@ def test_urls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
         assert store.locate(names_of(frames), deadline=soon()) == [1, 1, 1], url
         assert store.tiers[1].label == ("others" if "label" in url else "peer") and store.writable == (0,)
     assert not parse(url).persistent and not parse(url).writable
+
+
+def test_time_limits_follow_from_one() -> None:
+    """How long a peer is waited for follows from `progress_timeout`; that of a URL holds for its connection, and without one
+    all limits are the instance's. There may be four transfers for each connection."""
+    ours = TransferConfig(progress_timeout=60.0, max_connections=3)
+    assert (ours.connect_timeout, ours.answer_timeout, ours.beat_seconds, ours.max_transfers) == (10.0, 20.0, 4.0, 12)
+    plain = TransferConfig()
+    assert (plain.connect_timeout, plain.answer_timeout, plain.beat_seconds, plain.max_transfers) == (
+        5.0,
+        10.0,
+        2.0,
+        256,
+    )
+    own = config(connect_timeout=7.0)
+    for url, seconds in (("peer://127.0.0.1:1?progress_timeout=90", 15.0), ("peer://127.0.0.1:1", 7.0)):
+        assert settings_of(parse(url), own).connect_timeout == seconds
 
 
 def test_urls_that_are_wrong(tmp_path: Path) -> None:
@@ -357,10 +374,9 @@ def test_urls_that_are_wrong(tmp_path: Path) -> None:
         ("peer://127.0.0.1:1?secret_env=NOT_SET_AT_ALL", "NOT_SET_AT_ALL"),
         (f"peer://127.0.0.1:1?secret_file={tmp_path}/none", "none"),
         (f"peer://127.0.0.1:1?secret_file={tmp_path}/none&secret_env=X", "not both"),
-        ("peer://127.0.0.1:1?links=pigeon", "pigeon"),
-        ("peer://127.0.0.1:1?conect_timeout=3", "connect_timeout"),
-        ("peer://127.0.0.1:1?connect_timeout=soon", "soon"),
-        ("peer://:abcdefghijklmnopqrst@127.0.0.1:1?connect_timeout=soon", "secret_env"),
+        ("peer://127.0.0.1:1?progres_timeout=3", "progress_timeout"),
+        ("peer://127.0.0.1:1?progress_timeout=soon", "soon"),
+        ("peer://:abcdefghijklmnopqrst@127.0.0.1:1?progress_timeout=soon", "secret_env"),
         ("peer://127.0.0.1:1?codec=lossless", "codec"),
         (f"peer://{'x' * 80}:1", "peer://host:port"),
     ):

@@ -77,7 +77,7 @@ def test_strangers_do_not_lock_out_a_peer(stack: ExitStack) -> None:
 def test_one_address_does_not_displace_another(stack: ExitStack) -> None:
     """Connections from an address that has many are closed for new ones, never the only one of another address."""
     server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    pending = PendingConnections(limit=4, per_address=3)
+    pending = PendingConnections(threading.Condition(), limit=4, per_address=3)
 
     def connection(source: str) -> SocketStream:
         stack.enter_context(socket.create_connection(server.getsockname(), source_address=(source, 0)))

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 from actors import (
@@ -23,6 +24,7 @@ from actors import (
 from networks import LINKS
 
 from foreword.blocks.layout import Layout
+from foreword.transfer import transfer_endpoint
 from foreword.transfer.connection import Connection
 from foreword.transfer.errors import PeerGone, TransferError, TransferRefused, TransferTimeout, TransferUnavailable
 from foreword.transfer.link import Payload
@@ -138,7 +140,7 @@ def test_a_destination_without_memory() -> None:
 def test_a_hundred_at_once(link: str) -> None:
     """A hundred transfers over one connection, some cancelled: nothing is mixed up, nothing leaks."""
     prefill, decode = Prefill(), Decode(blocks=2000)
-    with two(prefill, decode, link, max_transfers=200) as (connection, listening):
+    with two(prefill, decode, link) as (connection, listening):
         draw = random.Random(6)
         wanted = [pull(connection, decode, seed, draw.randrange(1, 300)) for seed in range(100)]
         for destination in wanted[::10]:
@@ -156,15 +158,15 @@ def test_a_hundred_at_once(link: str) -> None:
 def test_more_than_allowed() -> None:
     """Transfers beyond the limit are refused on both sides; those in progress continue."""
     prefill, decode = Prefill(stop="asked"), Decode()
-    with two(prefill, decode, max_transfers=3) as (connection, _):
-        held = [pull(connection, decode, seed, 10) for seed in range(3)]
+    with two(prefill, decode, max_connections=1) as (connection, _):
+        held = [pull(connection, decode, seed, 10) for seed in range(4)]
         with pytest.raises(TransferError) as raised:
             connection.pull(b"")
         assert raised.value.reason == Reason.FULL
-        assert [one.state for one in held] == [State.WANTED] * 3
+        assert [one.state for one in held] == [State.WANTED] * 4
         for one in held:
             assert one.cancel()
-        until(lambda: len(prefill.ends) == 3)
+        until(lambda: len(prefill.ends) == 4)
         decode.check()
 
 
@@ -485,6 +487,40 @@ def test_a_frame_service_that_fails_or_hangs() -> None:
         assert all(bytes(buffer) == bytes(100) for buffer in buffers)
 
 
+def test_requests_above_the_limit_are_refused_and_their_places_come_back() -> None:
+    """64 requests of peers wait or are answered at a time; one more is refused at once, and each answer makes room for one."""
+    go, begun = threading.Event(), threading.Semaphore(0)
+
+    class Slow(FrameService):
+        def locate(self, names: Sequence[bytes], deadline: float) -> int:
+            begun.release()
+            assert go.wait(PATIENCE)
+            return super().locate(names, deadline)
+
+    kept = frames(3, 100)
+    found: list[int] = []
+    with two(Slow(kept), TransferService()) as (connection, listening):
+
+        def ask() -> None:
+            found.append(connection.locate([*kept], deadline=time.monotonic() + PATIENCE))
+
+        threads = [threading.Thread(target=ask) for _ in range(64)]
+        for thread in threads:
+            thread.start()
+        until(lambda: listening._server._open == 64)
+        assert begun.acquire(timeout=PATIENCE)
+        for _ in range(2):
+            with pytest.raises(TransferRefused, match="too many requests"):
+                connection.locate([*kept], deadline=time.monotonic() + PATIENCE)
+        go.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert found == [3] * 64
+        until(lambda: listening._server._open == 0)
+        ask()
+        assert found == [3] * 65
+
+
 def test_an_instance_without_blocks_can_only_fetch() -> None:
     """An instance without a layout can fetch frames; it can neither pull nor push."""
     with two(FrameService(frames(1, 10)), TransferService()) as (connection, _):
@@ -507,6 +543,46 @@ def test_one_connection_per_peer() -> None:
         until(lambda: bool(listening.status().connections))
         assert listening.connect(address).peer.instance == calling.instance
         assert sum(listening.status().connections.values()) == 1
+
+
+def test_one_attempt_to_connect_per_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that need a peer at once wait for one attempt to connect, each until its own deadline, and share its connection;
+    after an attempt that failed, the next thread makes another one."""
+    real, begun, go, fail = transfer_endpoint.connect, threading.Semaphore(0), threading.Semaphore(0), [False, True]
+
+    def gated(*given: Any, **more: Any) -> Any:
+        begun.release()
+        assert go.acquire(timeout=PATIENCE)
+        if fail.pop():
+            raise TransferUnavailable("no route")
+        return real(*given, **more)
+
+    monkeypatch.setattr(transfer_endpoint, "connect", gated)
+    with endpoints(TransferService(LAYOUT), TransferService(LAYOUT)) as (calling, listening):
+        found: list[object] = []
+
+        def connect() -> None:
+            try:
+                found.append(calling.connect(listening.address, deadline=time.monotonic() + PATIENCE))
+            except TransferUnavailable as error:
+                found.append(error.message)
+
+        threads = [threading.Thread(target=connect) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        assert begun.acquire(timeout=PATIENCE)
+        with pytest.raises(TransferUnavailable, match="earlier attempt"):
+            calling.connect(listening.address, deadline=time.monotonic())
+        assert not begun.acquire(blocking=False), "one attempt at a time"
+        go.release()
+        until(lambda: found == ["no route"])
+        assert begun.acquire(timeout=PATIENCE)
+        go.release()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert len(found) == 4 and len(set(map(id, found[1:]))) == 1
+        assert found[1] is calling.connect(listening.address)
+        assert not begun.acquire(blocking=False)
 
 
 def test_close_ends_everything() -> None:

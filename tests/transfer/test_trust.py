@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from foreword.blocks.layout import NAME_BYTES
+from foreword.config_layers import build
 from foreword.errors import ConfigError
 from foreword.transfer.errors import PeerRejected, TransferError, TransferRefused
 from foreword.transfer.protocol import TransferOutcome
@@ -54,8 +55,8 @@ def test_a_secret_is_changed_while_instances_run(
 ) -> None:
     """An instance with the new and the old secret and one with either of them connect, in both directions."""
     for server, client in ((theirs, ours), (ours, theirs)):
-        listening = endpoint(stack, secret=server[0], previous_secrets=server[1:])
-        assert endpoint(stack, secret=client[0], previous_secrets=client[1:]).connect(listening.listen()).alive
+        listening = endpoint(stack, secret="\n".join(server))
+        assert endpoint(stack, secret="\n".join(client)).connect(listening.listen()).alive
 
 
 def test_a_removed_secret_is_refused(stack: ExitStack) -> None:
@@ -66,27 +67,29 @@ def test_a_removed_secret_is_refused(stack: ExitStack) -> None:
 
 
 def test_a_file_of_secrets(tmp_path: Path) -> None:
-    """A file has one secret per line: the current one, previous ones, and those with fewer rights."""
+    """A file has one secret per line: the current one, previous ones, and those with fewer rights. Without a full one, and with
+    an empty one, it is an error."""
     path = tmp_path / "secrets"
     path.write_text(f"{NEW}\n\nget={READER}\n{OLD}\n")
-    found = TransferConfig(secret_file=str(path)).with_secret()
-    assert (found.secret, found.previous_secrets, found.limited_secrets) == (NEW, (OLD,), (f"get={READER}",))
-    assert [secret.rights == {"get"} for secret in found.shared_secrets()] == [False, False, True]
-    for wrong in ("", f"get={READER}\n", f"{NEW}\nshort\n"):
+    found = build(TransferConfig, "transfer", {"secret_file": str(path)}).shared_secrets()
+    assert [(one.text, one.rights == {"get"}) for one in found] == [(NEW, False), (OLD, False), (READER, True)]
+    for wrong in ("", "\n \n", f"get={READER}\n", f"{NEW}\nshort\n"):
         path.write_text(wrong)
         with pytest.raises(ConfigError, match="secret") as raised:
-            TransferConfig(secret_file=str(path)).with_secret()
+            build(TransferConfig, "transfer", {"secret_file": str(path)})
         assert "short" not in raised.value.message and READER not in raised.value.message
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"secret": NEW, "limited_secrets": ("get=short",)},
-        {"secret": NEW, "limited_secrets": (f"dance={READER}",)},
-        {"secret": NEW, "limited_secrets": (f"pull+push+get={READER}",)},
-        {"secret": NEW, "previous_secrets": ("short",)},
-        {"limited_secrets": (f"get={READER}",)},
+        {"secret": f"{NEW}\nget=short"},
+        {"secret": f"{NEW}\ndance={READER}"},
+        {"secret": f"{NEW}\npull+push+get={READER}"},
+        {"secret": f"{NEW}\nshort"},
+        {"secret": f"get={READER}"},
+        {"secret": ""},
+        {"secret": " \n"},
         {"tls": True},
     ],
 )
@@ -100,7 +103,7 @@ def test_wrong_settings_of_secrets(wrong: dict[str, object]) -> None:
 def test_rights_of_a_secret(stack: ExitStack) -> None:
     """A peer whose secret only allows to read may read, and may neither have prompts computed nor hand requests over."""
     kept = {bytes([1]) * NAME_BYTES: b"a frame"}
-    listening = endpoint(stack, FrameService(kept), secret=NEW, limited_secrets=(f"get={READER}", f"pull={OLD}"))
+    listening = endpoint(stack, FrameService(kept), secret=f"{NEW}\nget={READER}\npull={OLD}")
     address = listening.listen()
     reader = endpoint(stack, Decode(), secret=READER).connect(address)
     buffer = memoryview(bytearray(100))
@@ -118,7 +121,7 @@ def test_a_limited_peer_cannot_claim_an_address(stack: ExitStack) -> None:
     """A message for an instance is not sent over the connection of a limited peer that says it is that instance."""
     real = endpoint(stack, secret=NEW)
     address = real.listen()
-    listening = endpoint(stack, secret=NEW, limited_secrets=(f"get={READER}",))
+    listening = endpoint(stack, secret=f"{NEW}\nget={READER}")
     liar = endpoint(stack, secret=READER, advertise=address)
     liar.listen()
     liar.connect(listening.listen())

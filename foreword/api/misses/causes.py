@@ -42,7 +42,6 @@ Outside = Literal[
     "checkpoint_missing",
     "other_replica",
     "shorter_than_block",
-    "other_tenant",
     "disabled",
 ]
 MissCause = Change | Outside
@@ -52,7 +51,6 @@ _OF_ENGINE: Final[dict[str, Outside]] = {
     "not_computed_yet": "not_computed_yet",
     "checkpoint_missing": "checkpoint_missing",
     "shorter_than_block": "shorter_than_block",
-    "other_tenant": "other_tenant",
     "disabled": "disabled",
 }
 _DETAILS: Final[dict[MissCause, str]] = {
@@ -76,7 +74,6 @@ _DETAILS: Final[dict[MissCause, str]] = {
     "checkpoint_missing": "the blocks are cached, but no state or window from which the model can continue",
     "other_replica": "another replica has the KV; this one was chosen",
     "shorter_than_block": "what is not cached does not fill a block",
-    "other_tenant": "another tenant has this prefix; tenants do not share",
     "disabled": "prefix caching is switched off",
 }
 # Blocks are reused as a whole, and the length of text in tokens is an estimate: fewer tokens than this are no loss, and

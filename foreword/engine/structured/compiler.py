@@ -259,8 +259,8 @@ class GrammarCompiler:
         )
         self._used: WeakValueDictionary[_Key, CompiledOutput] = WeakValueDictionary()
         self._large_bytes = large_bytes
-        self._lock = threading.Lock()
-        self._turn = threading.Semaphore()
+        self._changed = threading.Condition()  # guards all of it; nothing is compiled under it
+        self._compiling = False
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._has_thread = False
         finalize(self, self._work.put, None)
@@ -272,7 +272,7 @@ class GrammarCompiler:
         output = _in_lark(output)
         text = grammar_text(output)
         key = tenant, sha256(msgspec.json.encode((text, output.complete))).digest()
-        with self._lock:
+        with self._changed:
             found = self._kept.use(key) or self._used.get(key)
             if found is not None and not found.has_failed:
                 return found
@@ -282,9 +282,9 @@ class GrammarCompiler:
         try:
             compiled = self._compile_apart(text, output, tenant)
         finally:
-            with self._lock:
+            with self._changed:
                 self._waiting -= 1
-        with self._lock:
+        with self._changed:
             self._kept[key] = self._used[key] = compiled
         return compiled
 
@@ -294,12 +294,15 @@ class GrammarCompiler:
 
         def work() -> None:
             complete(future, lambda: self._build(text, output, tenant))
-            self._turn.release()
+            with self._changed:
+                self._compiling = False
+                self._changed.notify()
 
-        if not self._turn.acquire(timeout=_MAX_SECONDS):
-            raise QueueFull("other grammars are being compiled; try again")
-        if not self._has_thread:
-            self._has_thread = True
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._compiling, _MAX_SECONDS):
+                raise QueueFull("other grammars are being compiled; try again")
+            self._compiling, first, self._has_thread = True, not self._has_thread, True
+        if first:
             _start(partial(_run, self._work))
         self._work.put(work)
         try:
@@ -340,7 +343,7 @@ class GrammarCompiler:
     def _check_large(self, tenant: bytes) -> None:
         """Room for one more large grammar. Those that are only kept make room."""
         more = 2 * _LARGE.bytes
-        with self._lock:
+        with self._changed:
             large = [(key, one.compiled_bytes) for key, one in self._used.items() if one.is_large]
             if sum(size for _, size in large) + more > self._large_bytes:
                 for key, _ in large:

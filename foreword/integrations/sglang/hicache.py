@@ -14,9 +14,9 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -142,8 +142,8 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         self._store = open_store(self.settings.store.urls, keys=self._keys) if store is None else store
         self._pools: dict[str, PagePool] = {}
         self._off = False
-        self._lock = threading.Lock()
-        self._done: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
+        # Several threads append, one takes: calls of a deque are atomic, also without the interpreter's lock.
+        self._done = {kind: deque[tuple[int, float]](maxlen=1024) for kind in ("prefetch", "backup")}
         self._shown, self._counted = 0.0, dict[tuple[str, ...], float]()
         _follow_weights(self)
 
@@ -360,8 +360,7 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         if time.monotonic() - self._shown > _METRICS_SECONDS:
             self._shown = time.monotonic()
             self._show_tiers()
-        with self._lock:
-            done, self._done = self._done, {"prefetch": [], "backup": []}
+        done = {kind: [calls.popleft() for _ in range(len(calls))] for kind, calls in self._done.items()}
         rates = {kind: [pages for pages, _ in calls] for kind, calls in done.items()}
         speeds = {kind: [rate for _, rate in calls] for kind, calls in done.items()}
         return StorageMetrics(rates["prefetch"], rates["backup"], speeds["prefetch"], speeds["backup"])
@@ -377,9 +376,7 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
     def _note(self, kind: str, pages: int, length: int, began: float) -> None:
         """Count a call: its pages, and GB per second."""
         if pages:
-            with self._lock:
-                self._done[kind].append((pages, pages * length / 1e9 / max(time.monotonic() - began, 1e-9)))
-                del self._done[kind][:-1024]
+            self._done[kind].append((pages, pages * length / 1e9 / max(time.monotonic() - began, 1e-9)))
 
     def weights_change(self) -> None:
         """From now on nothing is saved or found: the files do not say which weights the server computes with."""

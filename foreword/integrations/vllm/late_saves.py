@@ -35,8 +35,7 @@ class LateSaves:
         dropped: Callable[[int], None],
     ) -> None:
         self._save, self._await_room, self._dropped = save, await_room, dropped
-        self.lock = threading.RLock()
-        self._changed = threading.Condition(self.lock)
+        self.lock = threading.Condition()  # guards all of it
         self._waiting: dict[str, deque[BlockSave]] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -52,7 +51,7 @@ class LateSaves:
 
     def add(self, saves: Sequence[BlockSave]) -> None:
         """Save blocks behind those of their request that wait already: no lookup finds a chain without its first block."""
-        with self._changed:
+        with self.lock:
             for save in saves:
                 waiting = self._waiting.get(save.request_id)
                 rest = save if waiting else self._rest(save)
@@ -60,22 +59,22 @@ class LateSaves:
                     self._waiting.setdefault(save.request_id, deque()).append(rest)
             if self._waiting and self._thread is None:
                 self._thread = background_thread(self._run, "late-saves")
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """vLLM takes back the blocks of these requests. On return nothing of them is read any more."""
         # `_run` copies under the same lock. So either its copy is done, or it will not find the request.
-        with self._changed:
+        with self.lock:
             for request_id in request_ids:
                 self._dropped(sum(len(save.blocks) for save in self._waiting.pop(request_id, ())))
 
     def close(self, seconds: float) -> None:
         """Wait until nothing waits, so many seconds at most, and drop the rest."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting, seconds)
+        with self.lock:
+            self.lock.wait_for(lambda: not self._waiting, seconds)
             self._closed = True
             self.drop(list(self._waiting))
-            self._changed.notify_all()
+            self.lock.notify_all()
 
     def _rest(self, save: BlockSave) -> BlockSave | None:
         """Save the blocks for which there is room. Returns the rest."""
@@ -88,12 +87,12 @@ class LateSaves:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+            with self.lock:
+                self.lock.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
             self._await_room(_ROOM_SECONDS)
-            with self._changed:
+            with self.lock:
                 for request_id, waiting in list(self._waiting.items())[:1]:  # the oldest
                     rest = self._rest(waiting[0])
                     if rest is not None:
@@ -102,4 +101,4 @@ class LateSaves:
                     waiting.popleft()
                     if not waiting:
                         del self._waiting[request_id]
-                        self._changed.notify_all()
+                        self.lock.notify_all()

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,15 +83,14 @@ def _tier_in_words(tier: StoreTier) -> str:
     return f"{tier.label} ({budget / 2**30:.1f} GiB)" if budget else tier.label
 
 
-# The worker sides of this process by engine id, for a scheduler side in the same process.
+# The worker sides of this process by engine id, for a scheduler side in the same process. Each use is one call of a
+# dictionary with keys of text, which is atomic, also without the interpreter's lock.
 _workers: dict[str, ForewordConnectorWorker] = {}
-_workers_lock = threading.Lock()
 
 
 def worker_of(engine: str) -> ForewordConnectorWorker | None:
     """The worker side of a single-rank engine, if it is in this process."""
-    with _workers_lock:
-        return _workers.get(engine)
+    return _workers.get(engine)
 
 
 class ForewordConnectorWorker:
@@ -164,8 +162,7 @@ class ForewordConnectorWorker:
                     f"{expected}"
                 )
         if info.ranks == 1:
-            with _workers_lock:
-                _workers[self._engine] = self
+            _workers[self._engine] = self
 
     def open(self, vllm_worker: Any | None, *, announced: bool = False) -> bytes:
         """Find out the namespace, and open the stores. Returns the namespace, also when it is called again.
@@ -610,8 +607,7 @@ class ForewordConnectorWorker:
             if endpoint is not None:
                 endpoint.close()
         if self.offload is not None:
-            with _workers_lock:
-                _workers.pop(self._engine, None)
+            _workers.pop(self._engine, None)
             if self._late is not None:
                 self._late.close(self._settings.store.flush_seconds)
             self.offload.close(self._settings.store.flush_seconds)

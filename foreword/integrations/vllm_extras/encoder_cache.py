@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -348,28 +347,24 @@ class EncoderWriter:
         self._store = EncoderStore(vllm_config, settings)
         self._flush_seconds = settings.store.flush_seconds
         self._budget = settings.store.staging_bytes("cpu")
-        self._lock = threading.Lock()
         self._pool = BackgroundJobs("encoder-save", most=None)
-        self._queue: list[Future[None]] = []
+        self._queue: list[tuple[Future[None], int]] = []  # with the bytes of each; only vLLM's thread looks at it
         self._differ: set[bytes] = set()  # namespaces with other outputs
 
     def save(self, name: OutputName, output: torch.Tensor, others: Sequence[OutputName] = ()) -> None:
         """`others`: where other namespaces may have this output."""
         size = output.numel() * output.itemsize
-        with self._lock:
-            if output.dim() != 2 or self._budget < size:
-                return
-            self._budget -= size
-        self._queue = [future for future in self._queue if not future.done()]
-        self._queue.append(self._pool.submit(self._write, self._store.pack(name, output), size, name, others))
+        self._queue = [one for one in self._queue if not one[0].done()]
+        if output.dim() != 2 or sum(queued for _, queued in self._queue) + size > self._budget:
+            return
+        written = self._pool.submit(self._write, self._store.pack(name, output), size, name, others)
+        self._queue.append((written, size))
 
     def _write(self, frame: Frame, size: int, name: OutputName, others: Sequence[OutputName]) -> None:
         self._store.write(frame)
         written = _unpacked(frame.payload) if others and name.model == self._store.model else None
         if written is not None:
             self._compare(written, others, size)
-        with self._lock:
-            self._budget += size
 
     def _compare(self, written: EncoderOutput, others: Sequence[OutputName], size: int) -> None:
         """Use another namespace if it has the output that was just computed, and the two agree."""
@@ -395,7 +390,7 @@ class EncoderWriter:
 
     def close(self) -> None:
         """Write what is queued, within `flush_seconds`."""
-        wait(self._queue, self._flush_seconds)
+        wait([future for future, _ in self._queue], self._flush_seconds)
         self._pool.stop()
         self._store.close()
 

@@ -341,7 +341,7 @@ class LookupEndpoint:
         remove_stale_folders()
         word = "".join(letter for letter in engine if letter.isalnum())[:16]
         self.folder = _private_folder(f"{_FOLDER_PREFIX}{word}-{rank}-")
-        config = TransferConfig(bind=f"unix:{self.folder}/socket", links=("tcp",), ring="64KiB", queue="64KiB")
+        config = TransferConfig(bind=f"unix:{self.folder}/socket", links=("tcp",), ring="64KiB")
         paths = [share_names(store) for store in memory]
         for number, path in enumerate(paths if all(paths) else ()):
             (self.folder / f"{NAMES_PREFIX}{number:03}").symlink_to(path)

@@ -21,7 +21,7 @@ from foreword.transfer_config import TransferConfig
 # The tables of names in a worker's folder begin with this.
 NAMES_PREFIX = "names-"
 # For connections that carry lookups only: no payload, so the smallest ring.
-_LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
+_LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB")
 
 
 class WorkerMemory(PeerStore):
@@ -110,7 +110,7 @@ def rank_peer_opener(config: TransferConfig, rank: int, ranks: int) -> Opener:
 
 def lookup_peer_opener(config: TransferConfig, layouts: Sequence[Sequence[Layout]]) -> Opener:
     """Opens `peer://` for a scheduler that is in another process than its workers. It looks up the blocks of every rank."""
-    lookups = replace(config, ring=_LOOKUPS_ONLY.ring, queue=_LOOKUPS_ONLY.queue, links=_LOOKUPS_ONLY.links)
+    lookups = replace(config, ring=_LOOKUPS_ONLY.ring, links=_LOOKUPS_ONLY.links)
 
     def open_all(place: StoreUrl, _: Layout | None) -> Store:
         stores = RankStores(place.label)

@@ -38,14 +38,12 @@ class VllmTransfer(TransferExtra):
             raise ConfigError(
                 "a secret in kv_connector_extra_config would appear in logs; name a variable with secret_env"
             )
-        if "min_tokens" in values:
-            raise ConfigError("transfer.min_tokens is for Foreword's own server; under vLLM the router decides")
         variable = values.pop("secret_env", None)
         if variable is not None:
             if not isinstance(variable, str) or variable not in os.environ:
                 raise ConfigError(f"transfer.secret_env: there is no environment variable {variable}")
             values["secret"] = os.environ[variable]
-        return build(TransferConfig, "transfer", values).with_secret()
+        return build(TransferConfig, "transfer", values)
 
     def check(
         self, urls: Sequence[str], transfer: TransferConfig | None, encryption: EncryptionConfig, *, listens: bool
