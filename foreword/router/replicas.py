@@ -484,13 +484,13 @@ class ReplicaProbe:
         return HEALTHY
 
     async def death(self, upstream: Upstream) -> str:
-        """Why a replica counts as dead; empty if it is alive: also while it refuses new requests."""
+        """Why a replica counts as dead; empty if it is alive: also while it refuses new requests. A client waits for it."""
         try:
-            status, _ = await self._get(f"{upstream.url}/health")
+            status, _ = await self._get(f"{upstream.url}/health", self._config.health_timeout)
         except aiohttp.ClientConnectorError as error:
             return f"cannot connect: {connection_reason(error)}"
         except TimeoutError:
-            return f"no answer within {self._config.health_seconds:g} s"
+            return f"no answer within {self._config.health_timeout:g} s"
         except CONNECTION_ERRORS as error:
             return f"the connection broke: {type(error).__name__}"
         return f"/health says {status}" if status >= 500 else ""
@@ -624,11 +624,10 @@ class ReplicaProbe:
         statuses = {name: (await self._get(upstream.url + PATHS[name]))[0] for name in TRANSLATED}
         return frozenset(name for name, status in statuses.items() if status == 405)
 
-    async def _get(self, url: str) -> tuple[int, dict[str, Any]]:
+    async def _get(self, url: str, seconds: float | None = None) -> tuple[int, dict[str, Any]]:
         """Status and the object in the body; an empty one for any other body."""
-        async with self._session.get(
-            url, headers=self._headers, timeout=self._timeout, allow_redirects=False
-        ) as response:
+        timeout = self._timeout if seconds is None else aiohttp.ClientTimeout(total=seconds)
+        async with self._session.get(url, headers=self._headers, timeout=timeout, allow_redirects=False) as response:
             try:
                 data = await read_whole(response, _MAX_PROBE_BYTES)
             except ReplicaFailed:

@@ -411,7 +411,7 @@ class Router:
             for _ in range(MAX_STALLS):
                 began = clock()
                 problem = await self._fresh_probe.death(upstream)
-                in_time = clock() - began < self.config.health_seconds
+                in_time = clock() - began < self.config.health_timeout
                 if not problem or in_time or not await self.stalled_since(began):
                     break
             return problem

@@ -254,6 +254,19 @@ def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
         until(lambda: router.metric("foreword:router_replica_up", replica=odd.url) == 0)
 
 
+def test_rare_health_checks_do_not_delay_a_retry(loop: Loop) -> None:
+    """A client whose replica broke the connection waits until that replica is asked whether it is alive. It is asked for the
+    shortest time of a health check, however rare these are: one that hangs does not keep the client for an interval."""
+    odd, good = Scripted(loop), Scripted(loop)
+    flags = ["--policy", "round-robin", "--health-interval", "600", "router.health_timeout=0.5"]
+    with routed(*named(odd, good), *flags, replicas=2) as router:
+        odd.behaviour = "hang up"
+        loop.call(odd.probe_gate.clear)
+        for _ in range(2):
+            assert post(router).json()["choices"][0]["text"] == "one two three"
+        assert odd.seen
+
+
 @pytest.mark.slow
 def test_a_stalled_router_does_not_blame_replicas(loop: Loop) -> None:
     """Timeouts that happened because the router itself did not run open no circuit, and streams continue."""
