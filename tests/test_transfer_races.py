@@ -5,6 +5,7 @@ random, also while one of them waits for the device."""
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -518,3 +519,41 @@ def test_the_steps_without_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps that the planted races change are right without the races."""
     monkeypatch.setattr(kv_view, "DeviceRows", Copies)
     assert not any(wrong_bytes(seed, monkeypatch) for seed in range(SEEDS))
+
+
+class CountedWakes(threading.Condition):
+    """A condition that counts its wakes. `waits`: a thread is about to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wakes, self.waits = 0, threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits.set()
+        return super().wait(timeout)
+
+    def notify_all(self) -> None:
+        self.wakes += 1
+        super().notify_all()
+
+
+@pytest.mark.parametrize("ending", ["end_job", "end"])
+def test_a_sent_part_wakes_only_the_thread_that_waits_for_it(ending: str) -> None:
+    """The queues of all peers share a condition. A part that was sent does not wake those that are idle, but the thread that
+    waits for the last part, which the end of the transfer wakes, too."""
+    sender = KVSender(SimpleNamespace(), SimpleNamespace(), lambda work: True)  # type: ignore[arg-type]
+    sender.changed = changed = CountedWakes()
+    send = KVSend(sender, SimpleNamespace(have=0), "move", SimpleNamespace())  # type: ignore[arg-type]
+    for _ in range(4):
+        assert send.start_job()
+    send.end_job()
+    assert changed.wakes == 0
+    waits = threading.Thread(target=send.wait_sent, daemon=True)
+    waits.start()
+    assert changed.waits.wait(60)
+    send.end_job()
+    getattr(send, ending)()
+    waits.join(60)
+    assert not waits.is_alive() and changed.wakes == 2
+    send.end_job()
+    assert changed.wakes == 2

@@ -88,6 +88,7 @@ class KVSend:
         self._kind = kind
         self._started = time.monotonic()
         self._changed = sender.changed
+        self._awaited = False  # a thread is in `wait_sent`; the other ones wait for jobs, and would wake for nothing
         self._in_flight = 0
         self.over = False  # the transfer has ended
 
@@ -128,7 +129,7 @@ class KVSend:
         with self._changed:
             unused = self._in_flight == 0 and not self.over
             self.over = True
-            self._changed.notify_all()
+            self._wake()
         if unused:
             self._sender.released(self)
 
@@ -142,17 +143,24 @@ class KVSend:
         """A job was done, or was dropped."""
         with self._changed:
             self._in_flight -= 1
-            self._changed.notify_all()
+            self._wake()
             unused = self.over and self._in_flight == 0
         if unused:
             self._sender.released(self)
+
+    def _wake(self) -> None:
+        """Under the lock."""
+        if self._awaited:
+            self._changed.notify_all()
 
     # On the queue's thread
 
     def wait_sent(self) -> None:
         """In a job: wait until everything queued before it has been sent. Cancels the transfer if that takes too long."""
         with self._changed:
+            self._awaited = True
             sent = self._changed.wait_for(lambda: self._in_flight <= 1 or self.over, SEND_WAIT)
+            self._awaited = False
         if not sent:
             self._cancel_late()
 

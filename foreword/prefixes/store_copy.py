@@ -181,7 +181,9 @@ class _PatientTier:
 
     def listed(self, listing: _Listing[Result]) -> list[Result]:
         """All results of a listing, which begins again when it breaks off."""
-        return self.ask(lambda: [*stream(self.tier, lambda: listing(deadline=time.monotonic() + SCAN_WITHIN))])
+        # A step of a listing is a call: a store may look through much before its first block.
+        within = self.soon() - time.monotonic()
+        return self.ask(lambda: [*stream(self.tier, lambda: listing(deadline=time.monotonic() + SCAN_WITHIN), within)])
 
     def keys(self, prefix: str) -> list[str]:
         return self.ask(lambda: self.store.records(prefix, deadline=self.soon()))

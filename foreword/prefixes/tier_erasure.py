@@ -25,9 +25,9 @@ class _End:
 _END: Final = _End()
 
 
-def stream(tier: StoreTier, start: Callable[[], Iterator[Result]]) -> Iterator[Result]:
+def stream(tier: StoreTier, start: Callable[[], Iterator[Result]], within: float = 0.0) -> Iterator[Result]:
     """The results of a call of the tier's store that may be long, such as a listing. Raises what it raises, and StoreHung if
-    none comes for twice the time of a step."""
+    none comes `within` so many seconds, or for twice the time of a step if that is longer."""
     if not tier.blocking:
         yield from start()
         return
@@ -47,7 +47,7 @@ def stream(tier: StoreTier, start: Callable[[], Iterator[Result]]) -> Iterator[R
     try:
         while True:
             try:
-                result = results.get(timeout=2 * STEP_SECONDS)
+                result = results.get(timeout=max(within, 2 * STEP_SECONDS))
             except queue.Empty:
                 call.result(time.monotonic())
                 raise StoreHung("a store does not go on") from None

@@ -226,7 +226,7 @@ def test_the_end_of_a_session(pair: Pair) -> None:
 def test_forks_and_compaction(pair: Pair) -> None:
     """A fork keeps what its parent has when that one ends. After a compaction only what is kept of the history is cached, and
     what a tenant keeps by cache control stays to the end."""
-    start, tail, pinned = text(84, 192), text(85, 128), pair.blocks(pinned=True)
+    start, tail, pinned, before = text(84, 192), text(85, 128), pair.blocks(pinned=True), pair.blocks()
     salt = {"cache_salt": Salt(b"of forks").text}
     tell(pair.first, "open", "parent", **salt)
     assert pair.first.complete(start, prompt_cache_key="parent", **salt)["cached"] == 0
@@ -240,9 +240,11 @@ def test_forks_and_compaction(pair: Pair) -> None:
         ("child", "parent", 2, 10)
     ]
     assert tell(pair.first, "compact", "child", keep_tokens=256, **salt)["freed_blocks"]["device"] == 2
+    wait_for(lambda: pair.blocks() == before + 256 // BLOCK)  # the answer comes before the store has deleted them
     keep = {"kv_transfer_params": {"foreword_cache": [{"action": "retain", "tokens": 128, "ttl": 60}]}}
     assert pair.first.complete(start + tail, prompt_cache_key="child", **salt, **keep)["cached"] == 256
     assert tell(pair.first, "end", "child", **salt)["freed_blocks"] == {"device": 6, "stores": 6}
+    wait_for(lambda: pair.blocks() == before + 128 // BLOCK)
     release = {"kv_transfer_params": {"foreword_cache": [{"action": "release"}]}}
     assert pair.first.complete(start + tail, **salt, **release)["cached"] == 128
     wait_for(lambda: pair.blocks(pinned=True) == pinned)

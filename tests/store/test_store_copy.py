@@ -23,7 +23,7 @@ from foreword.conformance import make_frames, names_of, read, soon, whole
 from foreword.errors import StoreConfigError, StoreFull
 from foreword.prefixes.open_erasures import ERASURES, ErasureRecord
 from foreword.prefixes.store_copy import StoreCopy, copy_store
-from foreword.store.base import FAILED, UNREADABLE, Store
+from foreword.store.base import FAILED, UNREADABLE, Store, StoredBlock
 from foreword.store.frame import Frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import KeyRing
@@ -430,6 +430,32 @@ def test_blocks_that_were_not_written_are_written_again() -> None:
     assert (done.blocks, done.lost, done.complete, late.puts) == (10, 0, True, 2)
     done = copy_store(tier(source), tier(TieredStore([full])), shown=("old", "new"), patience=1e6)
     assert (done.ended, done.complete, full.puts) == ("new: no space is left", False, 1)
+
+
+class SlowToList(MemoryStore):
+    """A store that may block, whose first listing takes long before its first block."""
+
+    blocking = True
+
+    def __init__(self) -> None:
+        super().__init__(size=1 << 24)
+        self.listings = 0
+
+    def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
+        self.listings += 1
+        if self.listings == 1:
+            threading.Event().wait(0.5)
+        yield from super().scan(deadline=deadline)
+
+
+def test_a_listing_may_take_as_long_as_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that looks through much before its first block, longer than a step of an erasure may take, is not late."""
+    monkeypatch.setattr("foreword.prefixes.tier_erasure.STEP_SECONDS", 0.02)
+    frames, late = make_frames(14, 10, PAYLOAD), list[str]()
+    slow = SlowToList()
+    slow.put(frames, deadline=soon())
+    done = copy_store(tier(TieredStore([slow])), tier(memory()), late=late.append)
+    assert (done.blocks, done.complete, late) == (10, True, [])
 
 
 def test_a_damaged_block_is_named(tmp_path: Path, closed: Callable[[Callable[[], object]], object]) -> None:
