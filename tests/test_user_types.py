@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import runpy
@@ -15,6 +14,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 from products import NEEDS
 
+from foreword.config import keys_of
 from foreword.engine_config import EngineConfig, EngineOptions
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def main() -> None:
 
 def test_options_are_those_of_the_engine() -> None:
     """`LLM(...)` is typed with each field of the engine's configuration, its type, and the choices that it has."""
-    fields = {item.name: item for item in dataclasses.fields(EngineConfig)}
+    fields = {item.name: item for item in keys_of(EngineConfig)}
     types_of, options = get_type_hints(EngineConfig), get_type_hints(EngineOptions)
     assert {"model", *options} == {*fields}
     for name, hint in options.items():

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,13 +27,15 @@ from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header, frame
-from foreword.store.key_interfaces import StoreKeys
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords
 from foreword.store.store_keys import keys_from_environment
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore, TierSearch
 from foreword.store.urls import open_store
+
+if TYPE_CHECKING:
+    from foreword.store.key_interfaces import StoreKeys
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 log = logging.getLogger("toy")

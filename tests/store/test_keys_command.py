@@ -3,11 +3,13 @@
 import json
 import os
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_constants import constants
 from typer.testing import CliRunner
 
 from foreword.blocks.salt import Salt, derive_salt
@@ -24,16 +26,16 @@ SECRET = "a tenant secret of the tests"
 
 
 @pytest.fixture
-def masters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def masters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file of master keys that the environment names."""
     monkeypatch.setattr(data_keys, "_CALL_SECONDS", 60.0)  # a busy machine is no key store that hangs
     file = tmp_path / "masters"
     monkeypatch.setenv("FOREWORD_ENCRYPTION_KEY_STORE", str(tmp_path / "keys"))
     monkeypatch.setenv("FOREWORD_ENCRYPTION_MASTER_KEY_FILE", str(file))
-    monkeypatch.setenv("FOREWORD_ENCRYPTION_CHECK_SECONDS", "0.01")
     monkeypatch.setenv("FOREWORD_SERVER_TENANT_SECRET", SECRET)
-    run("keys", "new-master", "first", to=file)
-    return file
+    with constants(EncryptionConfig, check_seconds=0.01):
+        run("keys", "new-master", "first", to=file)
+        yield file
 
 
 def run(*arguments: str, to: Path | None = None, status: int = 0) -> Any:
@@ -117,7 +119,7 @@ def test_forget_in_a_later_generation(
                 assert time.monotonic() < deadline
     with monkeypatch.context() as without:
         if session is None:
-            for name in ("KEY_STORE", "MASTER_KEY_FILE", "CHECK_SECONDS"):
+            for name in ("KEY_STORE", "MASTER_KEY_FILE"):
                 without.delenv(f"FOREWORD_ENCRYPTION_{name}")
         given = () if session is None else ("--cache-salt", session)
         receipt = run("forget", "--tenant", "ann", *given, f"disk://{tmp_path}/store")

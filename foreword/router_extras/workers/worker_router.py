@@ -169,13 +169,17 @@ class WorkerRouter(Router):
         self.ending.set()
 
     async def joined(self) -> None:
-        """A worker that is started again takes connections only when it has what the others know, such as an operator's
-        changes, and a replica serves: the others take them until then."""
-        if any(self._seat.memory.restarts().values()):
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_JOIN_SECONDS):
-                    while not (self.healthy() and len(self.workers.bus.known) == self._seat.count - 1):
-                        await asyncio.sleep(_POLL_SECONDS)
+        """A worker takes connections only when it and the others hear each other, and it has what they know, such as an
+        operator's changes: what one places before is not known to the others. One that is started again also waits until a
+        replica serves: the others take connections until then."""
+        others, again = self._seat.count - 1, any(self._seat.memory.restarts().values())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_JOIN_SECONDS):
+                while not (
+                    len(self.workers.bus.known) == len(self.workers.bus.connected) == others
+                    and (self.healthy() or not again)
+                ):
+                    await asyncio.sleep(_POLL_SECONDS)
         self.workers.find_places()
 
     async def stop(self) -> None:
