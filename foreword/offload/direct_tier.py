@@ -63,9 +63,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("foreword.offload")
 SMALLEST_PAYLOAD: Final = 16 << 10  # bytes; shorter frames are faster through the staging arena
 _CALL_SECONDS: Final = 5.0
-_LENT_BYTES: Final = (
-    1040 << 20
-)  # lent together to a load: 1 GiB of KV, with headers. Other blocks may be evicted meanwhile
+# Lent together to a load: 1 GiB of KV, with headers. Other blocks may be evicted meanwhile.
+_LENT_BYTES: Final = 1040 << 20
 _PIECES_AT_ONCE: Final = 4  # of a load, through one piece of the ring, that are waited for and counted together
 _TESTED: Final = 3  # frames of each group in the test at the start
 _CLOSE_SECONDS: Final = 5.0

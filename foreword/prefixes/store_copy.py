@@ -4,7 +4,7 @@ Nothing but the two stores says how far a copy has come. So one that is killed i
 has already is verified and left. Each block is verified when it is read from the source, and again as the target returns it.
 
 A store that is late or fails is asked again, with growing waits, until it has failed for `patience` seconds. Then the copy ends
-and names it. A block that cannot be read while its store answers other calls is named and left out, and the copy goes on.
+and names it. A block that cannot be read while its store answers other calls is named and left out; the copy continues.
 All calls but listings are made on the caller's thread: no write is abandoned, whose late effect could bring back a block that
 was erased.
 

@@ -1,4 +1,4 @@
-"""Erasures and listings of one tier, in steps: calls that may be long, on a thread of the tier. A tier that does not go on
+"""Erasures and listings of one tier, in steps: calls that may be long, on a thread of the tier. A tier that hangs
 delays no other one.
 """
 
@@ -27,7 +27,7 @@ _END: Final = _End()
 
 def stream(tier: StoreTier, start: Callable[[], Iterator[Result]], within: float = 0.0) -> Iterator[Result]:
     """The results of a call of the tier's store that may be long, such as a listing. Raises what it raises, and StoreHung if
-    none comes `within` so many seconds, or for twice the time of a step if that is longer."""
+    the next result takes longer than `within` seconds and than two steps."""
     if not tier.blocking:
         yield from start()
         return

@@ -216,6 +216,10 @@ class FanOutHandler:
             # A HEAD has no body.
             body = self._body(upstream, answer) if answer.status < 400 and call.method != "HEAD" else {}
         except TimeoutError:
+            if (
+                seconds == self._router.config.request_timeout
+            ):  # what hangs for all the time of a request is no slow answer
+                self._router.failed(upstream, f"no answer within {seconds:.0f} s")
             return _failure(ReplicaFailed(f"{upstream.url} did not answer within {seconds:.0f} s"))
         except ReplicaFailed as error:
             return _failure(error)

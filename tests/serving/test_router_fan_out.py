@@ -235,6 +235,26 @@ def test_one_replica_is_slow(
     check_failure(ask(router, name), ROUTES[name], slow.url, 502)
 
 
+@pytest.mark.extended
+def test_a_replica_that_hangs_has_failed(
+    router: RouterThread, replicas: list[Fanned], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that does not answer within the router's limit of a request counts as failed, as with other requests; one that
+    does not answer within a shorter limit of the route does not."""
+    name, slow = "POST /v1/sessions", replicas[1]
+    handler, problems = declared(router)[name].handler, router.router.upstreams[slow.url].recent.problems
+    slow.mode = "slow"
+    for seconds, counted in ((0.1, 0), (60.0, 1)):
+        before = len(problems)
+        monkeypatch.setattr(handler, "plan", dataclasses.replace(handler.plan, seconds=lambda one, most=seconds: most))
+        with monkeypatch.context() as patch:
+            if counted:
+                # aiohttp rounds its own limit of more than 5 s up, so that the route's comes first.
+                patch.setattr(router.router, "config", dataclasses.replace(router.router.config, request_timeout=5.1))
+            assert ask(router, name).status_code == 502
+        assert len(problems) - before == counted
+
+
 @pytest.mark.parametrize("name", ROUTES)
 def test_one_replica_does_not_know_it(router: RouterThread, name: str, replicas: list[Fanned]) -> None:
     """A replica without what the request names has not failed, and none is named. If none knows it, the answer is 404."""
