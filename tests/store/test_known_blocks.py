@@ -16,7 +16,7 @@ from processes import in_child
 
 from foreword.conformance import soon
 from foreword.conformance.frames import make_frames, names_of, present
-from foreword.store.disk import known_blocks
+from foreword.store.disk import disk_store, known_blocks
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.disk.known_blocks import ChangeBoard, KnownBlocks
 from foreword.store.frame import Frame
@@ -27,6 +27,14 @@ CHAINS = 12
 
 def chain(number: int) -> list[Frame]:
     return make_frames(number, 6, 1000)
+
+
+@pytest.fixture(autouse=True)
+def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others have written is read in limited time, when a folder is opened and behind a lookup. A busy machine takes
+    longer, and the rest then stays unknown until the next lookup."""
+    monkeypatch.setattr(disk_store, "_LOAD_SECONDS", 60.0)
+    monkeypatch.setattr(disk_store, "_KNOWN_SECONDS", 60.0)
 
 
 @pytest.fixture
