@@ -66,7 +66,7 @@ def test_objectives_follow_the_cluster(loop: Loop, tmp_path: Path) -> None:
 
 
 def test_whose_objective_counts(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of objectives of one name the option's counts before the cluster's, and the newer kind's before the older one's. A kind
+    """The option's objective counts before the cluster's of this name, and the newer kind's before the older one's. A kind
     that the cluster gets later is found, and is no more known once it is gone."""
     monkeypatch.setattr(kubernetes_watch, "_MAX_PAUSE", 0.2)
     api = KubernetesApi(loop, tmp_path, OLDER)

@@ -49,7 +49,7 @@ def waiting(asked: list[Future[httpx.Response]]) -> int:
 
 
 def test_the_queue_is_divided(loop: Loop) -> None:
-    """With two workers and room for four, two requests queue at each: the others get 429. All that queue are served when the
+    """Two requests queue at each of two workers, where four may: the others get 429. All that queue are served when the
     replica is free, whichever worker the request there was of."""
     replica = GatedReplica(loop)
     with routed([replica], "--max-in-flight", "1", "--max-queue", "4") as router, asking(replica) as pool:
@@ -69,7 +69,7 @@ def test_the_queue_is_divided(loop: Loop) -> None:
 
 
 def test_connections_are_divided(loop: Loop) -> None:
-    """Of more connections than the limit, each worker keeps its part, and closes an idle one for a new one."""
+    """Each worker keeps its part of the connections, and closes an idle one for a new one above that."""
     with routed([RememberingReplica(loop)], "--max-connections", "6") as router, ExitStack() as stack:
         host, port = router.url.removeprefix("http://").split(":")
         opened: list[socket.socket] = []

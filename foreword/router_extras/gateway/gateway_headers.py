@@ -69,7 +69,7 @@ class GatewaySettings:
         return GatewayHeaders(priority, _first(headers, _FAIRNESS), _first(headers, _MODEL) or None, trusted=True)
 
     def _priority(self, name: str) -> int | None:
-        """That of an objective; one of the configuration counts before the cluster's of this name."""
+        """The priority of an objective. One of the configuration counts before the cluster's of this name."""
         if not name or name in self._objectives:
             return self._objectives.get(name)
         return next((found for pool in self._pools if (found := pool.get(name)) is not None), None)

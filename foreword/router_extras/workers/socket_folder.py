@@ -1,7 +1,7 @@
 """The folder of the sockets over which the workers of a router talk.
 
 The supervisor locks a file in it, and its workers inherit that lock: it is held for as long as any of them lives. A supervisor
-that is killed cannot remove its folder; the next one that starts removes those whose lock nobody holds.
+that is killed cannot remove its folder; the next one that starts removes those whose lock is free.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _make() -> tuple[Path, int]:
 
 
 def _remove_left() -> None:
-    """Remove folders of this user whose lock nobody holds. One without a lock stays: it is that of an earlier version, or of a
+    """Remove folders of this user whose lock is free. One without a lock stays: it is that of an earlier version, or of a
     router that is starting."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):
