@@ -65,8 +65,8 @@ _NEAR_SECONDS: Final = 0.05
 # Seconds until a client that has closed its side gets more bytes, then twice as long each time.
 _MORE_SECONDS: Final = 1.0
 _SERVER: Final = {"server": "foreword"}
-# Of a text in an object of the log: with a message, a traceback and a path this long a line is shorter than the 16 KiB at which
-# container runtimes divide lines, unless most of it is escaped (up to 12 bytes per character).
+# A text in an object of the log is no longer: with a message, a traceback and a path of this length the line stays below the
+# 16 KiB at which container runtimes divide lines, unless most of it is escaped (up to 12 bytes per character).
 _MOST_CHARACTERS: Final = 4000
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
