@@ -159,10 +159,14 @@ class KeyStoreCalls:
 
 
 class TenantLocks:
-    """A lock per tenant: a key store that is slow for a tenant, or a master key that is not found, delays no other."""
+    """A lock per tenant: a key store that is slow for a tenant, or a master key that is not found, delays no other.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # of the table; nothing is waited for under it
+    Args:
+        lock: of the table; nothing is waited for under it.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
         self._locks: dict[bytes, tuple[threading.Lock, int]] = {}  # and how many calls have or want each
 
     @contextlib.contextmanager
@@ -211,8 +215,8 @@ class DataKeys(TenantKeys):
         self._config = config
         self._masters = MasterKeys(config)
         self._store = KeyStoreCalls(store or _opened(config), config.check_seconds, call_seconds)
-        self._sealing, self._looking_at = TenantLocks(), TenantLocks()
-        self._lock = threading.Lock()  # of the start of the thread that looks
+        self._lock = threading.Lock()  # of the tables of locks, and of the start of the thread that looks
+        self._sealing, self._looking_at = TenantLocks(self._lock), TenantLocks(self._lock)
         self._entries: dict[tuple[bytes, int], _Entry] = {}
         self._destructions = 0
         self._active: dict[bytes, tuple[int | None, float]] = {}
