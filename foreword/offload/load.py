@@ -79,10 +79,8 @@ class StoreLoad:
     The engine's thread owns it, a thread of the loads fills it. The engine's thread never waits for a copy: `close` says that
     no copy begins any more, and the blocks are the load's until it is `done`.
 
-    Args:
-        lock: of all loads of an engine; held for assignments only.
-
     Attributes:
+        lock: of all loads of an engine; held for assignments only.
         names, groups, places: name, KV group and tier of each frame that is loaded.
         blocks: the device block that each goes into: of divided blocks, the unit.
         tokens: how many tokens the load saves.

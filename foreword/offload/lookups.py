@@ -40,10 +40,8 @@ _MEMORY_SECONDS: Final = 0.5  # of these for memory, if it is asked last
 class StoreSearch:
     """A request's search in the stores. The thread that asks owns it; that thread or another one ends it.
 
-    Args:
-        lock: of all searches of an engine, and of what is counted of them; held for assignments only.
-
     Attributes:
+        lock: of all searches of an engine, and of what is counted of them; held for assignments only.
         patient: no request waits for it.
         deadline: then it ends without a result.
         found: the result; None before the search has ended, and where it has failed.
