@@ -483,7 +483,7 @@ class Renewals:
         self._prefix = prefix
         self._loop = loop
         self._after = after
-        # Of these two, only coroutines of the loop change something, which run one at a time until they wait.
+        # Only coroutines of the loop change these two. They run one at a time until they wait.
         self._waiting: dict[str, ObjectChunk] = {}
         self._working = False
         self._renewed: Newest[str, float] = Newest(KNOWN)
