@@ -197,7 +197,7 @@ class StoreTier(StoreGuard):
                 in_time = time.monotonic() < deadline
                 missed = LookupOutcome.ABSENT if in_time else LookupOutcome.TIMED_OUT
                 outcome = LookupOutcome.FOUND if found_any(found) else missed
-        with self._threads.lock:  # as in `_count_lookup`, without a call
+        with self._threads.lock:
             self.counters.lookups[outcome] += 1
             self.counters.lookup_seconds += time.perf_counter() - started
         return found, outcome
