@@ -83,7 +83,7 @@ class _Save:
     Attributes:
         units: coordinates of those that have a slot.
         headers: of all blocks, also of those that the tier has already: `others`, further tiers, may not.
-        read: what is told of erasures since they were given. `began`: when that was.
+        read: what was erased since they were given. `began`: when that was.
     """
 
     group: int

@@ -84,7 +84,7 @@ class StoreLoad:
         names, groups, places: name, KV group and tier of each frame that is loaded.
         blocks: the device block that each goes into: of divided blocks, the unit.
         tokens: how many tokens the load saves.
-        read: what is told of erasures since the blocks were handed over.
+        read: what was erased since the blocks were handed over.
         patient: load all of it, even if computing it would be faster: no request waits for it.
         mark: the device's work when the blocks were handed over, which their former contents belong to; None on a CPU.
         deadline: end of the load.

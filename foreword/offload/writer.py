@@ -84,8 +84,8 @@ class LentSlots:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class BlockRead:
-    """A load, or a save, that may bring blocks from one tier into another (`WriteBehind.began`): whoever may do that still has
-    it, however long a store hangs. `erased`: what roots begin with whose blocks were erased since it began."""
+    """A load, or a save, that may bring blocks from one tier into another (`WriteBehind.began`): what does that refers to it,
+    however long a store hangs. `erased`: what roots begin with whose blocks were erased since it began."""
 
     erased: tuple[bytes, ...] = ()
 
@@ -283,7 +283,7 @@ class WriteBehind:
 
     def _drop_erased(self, erased: tuple[bytes, ...], timeout: float) -> int:
         # A load may have read such blocks before they are erased from the stores, and promote them afterwards, or begin before
-        # all stores are swept (`began`). Each is told, so nothing is to be remembered when the erasure has ended.
+        # all stores are swept (`began`). Each learns of it, so nothing is to be remembered when the erasure has ended.
         with self._changed:
             for read in self._reads:
                 read.erased = tuple({*read.erased, *erased})
