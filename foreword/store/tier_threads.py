@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
 import threading
 import time
@@ -19,7 +18,7 @@ from functools import partial
 from typing import Final, Generic, TypeVar
 
 from foreword.errors import StoreHung, StoreUnavailable
-from foreword.store.background import background_thread
+from foreword.store.background import background_thread, renew_in_child
 
 _FAILURES_TO_OPEN: Final = 3
 _SUCCESS_COUNTS: Final = 0.25  # seconds for which a success shows that the store as a whole works
@@ -178,10 +177,10 @@ class TierThreads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._after_fork()
-        _all.add(self)
+        self.after_fork()
+        renew_in_child(self)
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         """Start without threads: those of the parent do not exist in a forked child."""
         self._calls: queue.SimpleQueue[TierCall[object] | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
@@ -273,14 +272,3 @@ def _serve(owner: weakref.ref[TierThreads], calls: queue.SimpleQueue[TierCall[ob
         if call is not None:
             threads._run(call)
         del threads, call
-
-
-_all: weakref.WeakSet[TierThreads] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for threads in list(_all):
-        threads._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
