@@ -30,7 +30,7 @@ _cores: frozenset[int] = frozenset()
 
 
 class Forked(Protocol):
-    """What has locks, threads or connections that a forked child cannot use."""
+    """An object with locks, threads or connections that a forked child cannot use."""
 
     def after_fork(self) -> None: ...
 
