@@ -127,7 +127,8 @@ class ChainLru:
     def add(self, slot: int, name: Name, parent: Name, depth: int, now: int, *, queue: bool = True) -> None:
         """Put a block into an allocated slot. Its parent may be added later or never (the root of a chain).
 
-        `queue`: without it the block can be evicted after `enqueue` only: most blocks of a chain are no leaves then.
+        `queue`: without it the block can be evicted after `enqueue` only: most blocks of a chain are no leaves then; and the
+        caller notes that the tenant uses the store.
         """
         self.index[name] = slot
         self.names[slot] = name
@@ -147,13 +148,9 @@ class ChainLru:
             self._push(slot, tenant)
 
     def enqueue(self, slots: Iterable[int]) -> None:
-        """Let blocks be evicted that were added without. Their tenants have used the store."""
-        children, last = self._children, b""
+        """Let blocks be evicted that were added without."""
+        children = self._children
         for slot in slots:
-            name = self.names[slot]
-            if name is not None and (tenant := self._tenant_of(name)) != last:
-                last = tenant
-                self.note_use(name)
             if not children[slot]:
                 self._enqueue(slot)
 

@@ -666,6 +666,8 @@ class MemoryStore(LocalRecords):
         present, full = 0, False
         pairs = [(header.name, header.parent_name) for header in headers]
         slots.touch(itertools.chain.from_iterable(pairs), now)
+        for name in {tenant_of(name): name for name, _ in pairs}.values():
+            chains.note_use(name)
         for at, (name, parent) in enumerate(pairs):
             if unread and len(reserved) < at:
                 break
