@@ -59,14 +59,6 @@ def connector_settings(vllm_config: Any) -> ConnectorSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedBlocks:
-    """How much of a prefix is pinned: bytes in the tier that has most of it, and whether every tier has all of it."""
-
-    bytes: int
-    whole: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _StoredLayout(StoredGroup):
     """A KV group on one rank, which has one layout. `block_bytes`: of a block."""
 
@@ -223,10 +215,11 @@ class ConnectorStorage(PrefixStorage):
                     param="content",
                 )
 
-    def pin(self, tokens: Sequence[int], salt: bytes = b"") -> PinnedBlocks:
-        """Pin the blocks of a prefix that are there, in every tier that is written."""
+    def pin(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[int, bool]:
+        """Pin the blocks of a prefix that are there, in every tier that is written. Returns the bytes in the tier that has most
+        of it, and whether each has all of it."""
         if not self._find_layouts():
-            return PinnedBlocks(0, not self._visible)
+            return 0, not self._visible
         root, keys = self.chain(tokens, salt)
         names = [
             (layout.block_bytes, layout.names(root, own_keys(root, layout.behind(keys)))) for layout in self._layouts
@@ -237,7 +230,7 @@ class ConnectorStorage(PrefixStorage):
         self._store.close()
 
 
-def pin_in_tiers(store: TieredStore, names: Sequence[tuple[int, list[Name]]]) -> PinnedBlocks:
+def pin_in_tiers(store: TieredStore, names: Sequence[tuple[int, list[Name]]]) -> tuple[int, bool]:
     """Pin blocks, given the bytes of each and names, in the tiers that are written: others keep their own pins."""
 
     def pin(tier: StoreTier, some: list[Name]) -> int:
@@ -246,7 +239,7 @@ def pin_in_tiers(store: TieredStore, names: Sequence[tuple[int, list[Name]]]) ->
 
     sizes = [sum(size * pin(store.tiers[index], some) for size, some in names) for index in store.writable]
     needed = sum(size * len(some) for size, some in names)
-    return PinnedBlocks(max(sizes, default=0), all(size >= needed for size in sizes))
+    return max(sizes, default=0), all(size >= needed for size in sizes)
 
 
 def _block_bytes(record: LayoutRecord) -> int:
