@@ -67,7 +67,7 @@ def _known() -> dict[str, Any]:
 
 
 def _suites() -> dict[str, Suite]:
-    """What the files of tests declare, in the order of the table; new engines come behind the others, and before those without
+    """Suites that files of tests declare, in the order of the table; new engines come behind the others, and before those without
     a distribution."""
     found: dict[str, Suite] = {}
     for path in sorted(HERE.glob("*.py")):
