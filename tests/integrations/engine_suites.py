@@ -67,8 +67,8 @@ def _known() -> dict[str, Any]:
 
 
 def _suites() -> dict[str, Suite]:
-    """Suites that files of tests declare, in the order of the table; new engines come behind the others, and before those without
-    a distribution."""
+    """Suites that files of tests declare, in the order of the table; new engines come behind the others, and before those
+    without a distribution."""
     found: dict[str, Suite] = {}
     for path in sorted(HERE.glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
