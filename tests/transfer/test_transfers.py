@@ -428,13 +428,13 @@ def test_fetch(link: str) -> None:
 
 
 def test_fetching_over_a_connection_that_has_ended() -> None:
-    """A read over a connection that has ended fails with the reason of its end, and waits for no answer."""
+    """A read over a connection that has ended says so, and waits for no answer."""
     kept = frames(2, 100)
     with two(FrameService(kept), TransferService(), "tcp") as (connection, _):
-        connection.close("enough")
+        connection.close()
         buffers = [memoryview(bytearray(100)) for _ in kept]
         for _ in range(2):
-            with pytest.raises(TransferUnavailable, match="enough"):
+            with pytest.raises(TransferUnavailable):
                 connection.get([*kept], buffers, deadline=time.monotonic() + 1.0)
 
 
