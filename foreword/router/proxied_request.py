@@ -145,7 +145,8 @@ class RoutedRequest:
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
         repeated = prompt.source != "known" and pool.repeats(query)
-        await self.ask.wait(self.avoid, lambda: pool.free(avoid, self.weights))
+        if not self.ask.quiet:
+            await self.ask.wait(self.avoid, lambda: pool.free(avoid, self.weights))
         attempt = await pool.place(
             PlacementRequest(name, self.flow or self.tenant.name, query, prompt, avoid, self.ask)
         )
@@ -161,11 +162,12 @@ class RoutedRequest:
     ) -> None:
         """Note where it was placed."""
         router, pool, request = self.router, self.pool, self.request
-        if (attempt.decision.home is None or repeated) and not self.attempts and prompt.exact:
-            # Later requests of a session go where it is: another replica has no use for their prompts.
-            router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
-        if (attempt.decision.home is None or repeated) and not self.attempts and query.keys:
-            pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
+        if (attempt.decision.home is None or repeated) and not self.attempts:
+            if prompt.exact:
+                # Later requests of a session go where it is: another replica has no use for their prompts.
+                router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
+            if query.keys:
+                pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
         if prompt.chain is not None:
             pool.known.placed(prompt.chain, query.tokens, attempt.upstream.url, clock(), by_keys=prompt.exact)
         self.decision_text = router.decisions.record(

@@ -184,7 +184,7 @@ class KnownPrompts:
         key, one, grown = self._begin(chain)
         end = one.links[chain.links[-1]]
         if not end.whole:
-            one.links[chain.links[-1]] = end._replace(tokens=tokens)
+            one.links[chain.links[-1]] = _Link(end.size, tokens, False)
         one.replica, one.joined, one.placed_at, one.by_keys = replica, self._joined[replica], now, by_keys
         (self._keep if grown else self._claim)(key, one)
 
