@@ -104,7 +104,7 @@ class ReplicaPool:
     # Replicas
 
     def _note_infos(self) -> None:
-        """What the replicas say of themselves has changed: note what each request needs of it."""
+        """Note what each request needs of the replicas, which have joined, changed or left."""
         found = self.upstreams.values()
         kinds = {one.kind for one in found}
         # The kind of server whose requests all replicas understand.

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import aiohttp
 import zmq.asyncio
@@ -206,7 +207,7 @@ class Router:
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=5, **reuse),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
-            request_class=WholeRequest,
+            request_class=cast(Any, partial(WholeRequest, {})),
             **options,
         )
 
