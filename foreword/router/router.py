@@ -302,8 +302,8 @@ class Router:
 
     def pool(self, model: str | None) -> ReplicaPool:
         """The pool that serves a model. Raises UnknownModel, or NoReplica while no replica is ready."""
-        if model and (known := self.pools.get(model)) is not None and known.upstreams:
-            return known
+        if model and (named := self.pools.get(model)) is not None and named.upstreams:
+            return named
         pools = [pool for pool in self.pools.values() if pool.upstreams]
         if not model and len(pools) == 1:
             return pools[0]
