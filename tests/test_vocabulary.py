@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,9 +85,10 @@ def test_files_named_in_the_architecture(page: str) -> None:
     """Each file that the pages on the architecture name exists."""
     text = (ROOT / page).read_text(encoding="utf-8").replace("docs/generate.py", "")
     named = set(re.findall(r"\b([a-z_]+(?:/[a-z_]+)*(?:\.py|/))(?=[`\s])", text))
-    package = [path.relative_to(ROOT).as_posix() + "/" * path.is_dir() for path in (ROOT / "foreword").rglob("*")]
+    files = itertools.chain((ROOT / "foreword").rglob("*"), (ROOT / "tests").rglob("*"))
+    package = [f"/{path.relative_to(ROOT).as_posix()}" + "/" * path.is_dir() for path in files]
     assert named
-    assert not {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in package)}
+    assert not {name for name in named if not any(path.endswith(f"/{name}") for path in package)}
 
 
 CHANGES = ["Before you upgrade", "Your stored KV", "Added", "Changed", "Fixed"]

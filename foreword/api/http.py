@@ -65,6 +65,9 @@ _NEAR_SECONDS: Final = 0.05
 # Seconds until a client that has closed its side gets more bytes, then twice as long each time.
 _MORE_SECONDS: Final = 1.0
 _SERVER: Final = {"server": "foreword"}
+# A text in an object of the log is no longer: with a message, a traceback and a path of this length the line stays below the
+# 16 KiB at which container runtimes divide lines, unless most of it is escaped (up to 12 bytes per character).
+_MOST_CHARACTERS: Final = 4000
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -111,14 +114,23 @@ class _ReadableLines(logging.Formatter):
 
 
 class _Objects(logging.Formatter):
-    """An object per line. Times are UTC, with milliseconds."""
+    """An object per line, in ASCII and bounded, whatever a client or a replica has said. Times are UTC, with milliseconds."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         shown = {"time": when, "level": record.levelname, "message": readable(record.getMessage())}
         if record.exc_info:
             shown["exception"] = readable(self.formatException(record.exc_info))
-        return json.dumps({**shown, **getattr(record, LOG_FIELDS, dict)()}, ensure_ascii=False)
+        known = {**shown, **getattr(record, LOG_FIELDS, dict)()}
+        return json.dumps({name: _ends(it) if isinstance(it, str) else it for name, it in known.items()})
+
+
+def _ends(text: str) -> str:
+    """The text, or its two ends where it is long."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    half = _MOST_CHARACTERS // 2
+    return f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[-half:]}"
 
 
 class _BegunTransport:

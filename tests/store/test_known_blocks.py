@@ -31,8 +31,8 @@ def chain(number: int) -> list[Frame]:
 
 @pytest.fixture(autouse=True)
 def enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others have written is read in limited time, when a folder is opened and behind a lookup. A busy machine takes
-    longer, and the rest then stays unknown until the next lookup."""
+    """Enough time for reading what others have written, when a folder is opened and behind a lookup: a busy machine takes
+    longer than both have, and the rest stays unknown until the next lookup."""
     monkeypatch.setattr(disk_store, "_LOAD_SECONDS", 60.0)
     monkeypatch.setattr(disk_store, "_KNOWN_SECONDS", 60.0)
 
