@@ -90,7 +90,7 @@ class _ResponseProxy:
         client: the stream to the client.
     """
 
-    # What most requests leave as it is. Body and prompt of the next attempt are set for a continuation.
+    # Defaults that most requests leave as they are. A continuation sets body and prompt of the next attempt.
     _translated = False
     _body: dict[str, Any] | None = None
     _prompt: TokenizedPrompt | None = None

@@ -182,7 +182,7 @@ class ResponseStream:
         holds_end: the end of the stream is held back, for a cache report in its usage. `end_held`: it is complete.
     """
 
-    # What most streams leave as it is.
+    # Defaults that most streams leave as they are.
     usage_sent = resumed = end_held = _any_cut = _refused = False
     stamp: str | None = None
     last_stamp: str | None = None
