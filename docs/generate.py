@@ -35,6 +35,7 @@ from foreword.api.routes import Route
 from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
 from foreword.configuration import Config
+from foreword.integrations.vllm.connector_counts import OWN as CONNECTOR_METRICS
 from foreword.observability.front_registry import FrontRegistry
 from foreword.offload.counters import LookupCounts, OffloadStatus
 from foreword.router.app import routes_of as router_routes
@@ -321,7 +322,17 @@ def metrics_page() -> str:
         ]
         mark = f"<!-- Written by docs/generate.py from the counters of {what}"
         page = _with_table(page, mark, _table(("server", "vLLM connector", "label", "meaning"), rows))
-    return page
+    rows = [
+        (
+            f"`vllm:foreword_{one.name}{'_total' if one.kind == 'counter' else ''}{{{','.join(labels)}}}`",
+            one.kind,
+            one.text[0].lower() + one.text[1:-1],
+        )
+        for one in CONNECTOR_METRICS
+        for labels in [("model_name", "engine", *one.labels)]
+    ]
+    mark = "<!-- Written by docs/generate.py from the connector's own metrics"
+    return _with_table(page, mark, _table(("metric", "type", "meaning"), rows))
 
 
 def _declared(registry: FrontRegistry) -> Iterator[Any]:

@@ -212,7 +212,8 @@ class RouterConfig:
         min_prefill: prompts with fewer tokens to compute are never sent to a prefill replica.
         directory_blocks: maximum number of blocks in the directory of all replicas, about 16 bytes each.
         picker: `HOST:PORT` on which a gateway, such as Envoy, asks by gRPC where to send requests; by default none may.
-        picker_objectives: priorities of a gateway's objectives, as `NAME=NUMBER`; higher is more urgent, as in Kubernetes.
+        picker_objectives: priorities of a gateway's objectives, as `NAME=NUMBER`, higher is more urgent, or `NAMESPACE/POOL`
+            for those that the InferenceObjectives of this InferencePool have in the cluster.
         picker_trusts_headers: believe the gateway's headers about objective, fairness id and model: clients cannot set them.
         picker_tls_certificate_file: certificate of the picker with its private key, in PEM, or a folder with `tls.crt` and
             `tls.key`, as a Secret of Kubernetes; by default it speaks plain text.

@@ -29,6 +29,7 @@ from foreword.cli.flags import config_flags, load_config, with_config, with_rout
 from foreword.config_layers import is_service_variable
 from foreword.configuration import Config
 from foreword.router.discovery import configured_replicas
+from foreword.router_extras.gateway.gateway_headers import GatewaySettings
 from foreword.router_extras.kubernetes import ServiceSpec
 from foreword.store.urls import check_stores
 from foreword.store_config import EncryptionConfig
@@ -168,6 +169,7 @@ CANNOT_RUN = [
     (server_of(pod={"volumes": []}), "volumes"),
     (routers(pod={"terminationGracePeriodSeconds": 5}), "terminationGracePeriodSeconds"),
     ({"servers": {"router": {"kind": "vllm", "image": "x"}}}, "router"),
+    ({**PLAIN, "picker": {"enabled": True, "objectives": "llama"}}, "objectives"),
 ]
 
 
@@ -281,6 +283,8 @@ def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         ("prod/demo-own", "http", "prefill"),
     ]
     assert config.router.picker == "0.0.0.0:9002" and config.server.host == "0.0.0.0"
+    assert config.router.picker_objectives == ("prod/demo",)
+    assert GatewaySettings(config.router)
     config = parsed(with_config, container(pods["demo-own"])["args"])
     assert list(config.store.urls) == STORES and config.server.drain_seconds == 7
 
@@ -464,11 +468,15 @@ def test_variables_of_services_are_no_configuration(monkeypatch: pytest.MonkeyPa
 
 def test_rights() -> None:
     """The router may list and watch EndpointSlices in the namespaces of its Services, and patch pods there if it writes what
-    they hold, and nothing else."""
+    they hold; the objectives of the pool that its picker follows; and nothing else."""
     for values, more in ((EVERYTHING, []), (with_router(podDeletionCost=True), [PATCH_PODS])):
         objects = rendered(values)
-        roles = {one["metadata"]["namespace"]: one for one in objects if one["kind"] == "Role"}
-        assert set(roles) == {"prod", "llm"}
+        roles = {
+            (one["metadata"]["namespace"], one["metadata"]["name"]): one for one in objects if one["kind"] == "Role"
+        }
+        followed = roles.pop(("prod", "prod-demo-router-objectives"))
+        assert followed["rules"] == [OBJECTIVES]
+        assert set(roles) == {("prod", "prod-demo-router"), ("llm", "prod-demo-router")}
         for one in roles.values():
             slices, *rest = one["rules"]
             assert slices == {
@@ -483,9 +491,35 @@ def test_rights() -> None:
         for one in objects:
             if one["kind"] == "RoleBinding":
                 assert one["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "prod"}]
-                assert one["roleRef"]["name"] == roles[one["metadata"]["namespace"]]["metadata"]["name"]
+                role = one["metadata"]["namespace"], one["roleRef"]["name"]
+                assert role in roles or one["roleRef"]["name"] == followed["metadata"]["name"]
+        bound = [one["roleRef"]["name"] for one in objects if one["kind"] == "RoleBinding"]
+        assert sorted(bound) == ["prod-demo-router", "prod-demo-router", "prod-demo-router-objectives"]
 
 
+@pytest.mark.parametrize(
+    ("picker", "pool"),
+    [
+        ({"enabled": True}, None),
+        ({"enabled": False, "objectives": "pools/llama"}, None),
+        ({"enabled": True, "objectives": "pools/llama"}, "pools/llama"),
+    ],
+)
+def test_whose_objectives_are_followed(picker: dict[str, Any], pool: str | None) -> None:
+    """A picker follows the objectives of the pool that its values name, in whose namespace it may read them, and without one it
+    follows none and may read none."""
+    objects = rendered({**PLAIN, "picker": picker})
+    flags = [one for one in container(workloads(objects)["demo-router"])["args"] if "objectives" in one]
+    assert flags == ([f"--picker-objectives={pool}"] if pool else [])
+    reads = [one["metadata"]["namespace"] for one in objects if one["kind"] == "Role" and OBJECTIVES in one["rules"]]
+    assert reads == ([pool.partition("/")[0]] if pool else [])
+
+
+OBJECTIVES = {
+    "apiGroups": ["inference.networking.x-k8s.io", "llm-d.ai"],
+    "resources": ["inferenceobjectives"],
+    "verbs": ["list", "watch"],
+}
 PATCH_PODS = {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}
 
 

@@ -284,8 +284,11 @@ def test_vllm() -> None:
 
 @pytest.mark.usefixtures("vllm_stub")
 def test_vllm_shows_every_counter() -> None:
-    """Each number that is counted of tiers, loads and requests is in vLLM's metrics, under the name of its series."""
+    """Each number that is counted of tiers, loads and requests, by the connector itself, and of leases is in vLLM's metrics,
+    under the name of its series."""
     module = importlib.import_module("foreword.integrations.vllm.connector_metrics")
+    counts = importlib.import_module("foreword.integrations.vllm.connector_counts")
+    own, leases = numbered(counts.ConnectorCounts, 400), numbered(counts.HandoffCounts, 500)
     tier, lookups, loads = numbered(TierCounters, 100), numbered(LookupCounts, 200), numbered(OffloadStatus, 300)
     tiers = [SimpleNamespace(label="a b", counters=tier, state=TierState.OK)]
     reader = module.StatsReader(
@@ -294,6 +297,7 @@ def test_vllm_shows_every_counter() -> None:
         SimpleNamespace(counts=lambda: lookups, total=1),
         SimpleNamespace(declined=0, too_small=0, fixed=SimpleNamespace(measured={})),
         SimpleNamespace(status=lambda: loads, stamp=(), queued=loads.queued),
+        SimpleNamespace(counted=lambda: leases),
     )
     registry = CollectorRegistry()
     for name, kind in (
@@ -305,9 +309,9 @@ def test_vllm_shows_every_counter() -> None:
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
     shown = module.ForewordPromMetrics(config, None, ["model_name", "engine"], {0: ["m", "0"]})
     shown.per_engine_labelvalues = {0: ["m", "0"]}
-    shown.observe(json.loads(json.dumps(reader.read([]).data)), 0)
+    shown.observe(json.loads(json.dumps(reader.read([]).count(own).data)), 0)
     scrape = Scrape(generate_latest(registry).decode())
-    for one in (tier, lookups, loads):
+    for one in (tier, lookups, loads, own, leases):
         for series in series_of(type(one)):
             assert scrape.total(metric("vllm", type(one), series.field)) == sum(
                 series.amounts(one, engine=True).values()

@@ -1,12 +1,14 @@
 """What the router costs: the same streaming load sent straight to a server, through nginx, and through the router.
 
-    python -m benchmarks.router.overhead [--rounds 4] [--streams 1000/0.1,2000/0.1,4000/0.2]
+    python -m benchmarks.router.overhead [--rounds 4] [--streams 1000/0.1,2000/0.1,4000/0.2] [--events 16]
+        [--vllm-router COMMAND]
 
 The server behind is a small one that sends fixed events (`router/wire.py`), so that all that is seen is the way. The proxy has
 one core; server and clients share another, and what that core costs is seen in the straight way's figures. All contenders take
 turns, in short slices. nginx (if it is installed) is a plain reverse proxy: it neither reads the prompt nor remembers the
 answer. The router is measured three times: in front of plain OpenAI servers (prompts compared as text), of vLLM servers with
-the tokenizer in the router, and with the servers' own /tokenize. Every prompt is new, of about 1 kB.
+the tokenizer in the router, and with the servers' own /tokenize. Every prompt is new, of about 1 kB. `--vllm-router` adds that
+router (`pip install vllm-router`, its program), with placement by the cache.
 
 Four parts: requests one by one; a steady rate (open loop, exponential pauses); as many as it can; and slow streams side by
 side: 1000/0.1 are 1,000 streams with an event every 0.1 seconds each (much more than 20,000 events per second in all are too
@@ -28,8 +30,8 @@ from dataclasses import dataclass, field
 import uvloop
 
 from benchmarks.harness import machine, median, set_up, table, version_of
+from benchmarks.router import wire
 from benchmarks.router.wire import (
-    EVENTS,
     REST_CORE,
     Broken,
     Client,
@@ -48,7 +50,7 @@ from benchmarks.router.wire import (
 STARTS = 500
 PATIENCE = 60.0
 # Those that hold thousands of streams; the others would tell the same again.
-SIDE_BY_SIDE = ("straight", "nginx", "router, vLLM, own tokenizer")
+SIDE_BY_SIDE = ("straight", "nginx", "vllm-router, cache aware", "router, vLLM, own tokenizer")
 
 
 @dataclass
@@ -75,9 +77,12 @@ def read_arguments() -> argparse.Namespace:
         help="slow streams, and seconds between events; empty for none",
     )
     parser.add_argument("--window", type=float, default=4.0, help="seconds that slow streams are looked at")
+    parser.add_argument("--events", type=int, default=wire.EVENTS, help="of a stream, but for the slow ones")
+    parser.add_argument("--vllm-router", help="the program of the package vllm-router; without it that row is left out")
     parser.add_argument("--only", default="", help="contenders whose name contains this, and the straight way")
     given = parser.parse_args()
     pairs = [one.partition("/") for one in given.streams.split(",") if one]
+    wire.EVENTS = given.events
     given.streams = [(int(streams), float(pause or 0.1)) for streams, _, pause in pairs]
     return given
 
@@ -91,7 +96,9 @@ def main() -> int:
     print(set_up(machine() | versions), flush=True)
     servers = Servers()
     with ExitStack() as stack:
-        contenders = [one for one in start(stack, servers) if given.only in one.name or one.pid is None]
+        contenders = [
+            one for one in start(stack, servers, given.vllm_router) if given.only in one.name or one.pid is None
+        ]
         failed = uvloop.run(measure(contenders, servers, given))
     print(f"\nAll of it took {time.monotonic() - began:.0f} s.")
     return int(failed > 0)
@@ -187,6 +194,7 @@ async def side_by_side(contenders: list[Contender], servers: Servers, given: arg
         "added p50",
         "added p99",
         "of a core",
+        "us/event",
         "ends",
         "KiB/stream",
         "failed",
@@ -196,7 +204,7 @@ async def side_by_side(contenders: list[Contender], servers: Servers, given: arg
     print(
         "\nSlow streams side by side: milliseconds from sending an event to its arrival; `of a core`: of the proxy's,"
     )
-    print("`ends`: what server and clients took of theirs", flush=True)
+    print("`us/event`: microseconds of it for an event; `ends`: what server and clients took of theirs", flush=True)
     rows, failed = [], 0
     for streams, pause in given.streams:
         straight: tuple[float, ...] = ()
@@ -205,9 +213,10 @@ async def side_by_side(contenders: list[Contender], servers: Servers, given: arg
             straight = straight or held.late
             added = [f"{1e3 * (ours - theirs):.2f}" for ours, theirs in zip(held.late, straight, strict=True)]
             late = [f"{1e3 * value:.2f}" for value in held.late]
-            proxy = [f"{held.busy:.0%}", f"{held.ends:.0%}", f"{held.memory / 1024:.1f}"]
+            each = f"{1e6 * held.busy / held.events:.1f}"
+            proxy = [f"{held.busy:.0%}", each, f"{held.ends:.0%}", f"{held.memory / 1024:.1f}"]
             if one.pid is None:
-                added, proxy[0], proxy[2] = ["", ""], "", ""
+                added, proxy = ["", ""], ["", "", proxy[2], ""]
             rows.append(
                 [
                     one.name,
@@ -296,7 +305,7 @@ LATENCY_HEAD = ["", "requests", "first p50", "first p99", "end p50", "end p99", 
 
 def tell_alone(found: dict[str, Figures], given: argparse.Namespace) -> None:
     print(
-        f"\nOne by one, {EVENTS} events: milliseconds to the first event and the end, and what the way adds to the end"
+        f"\nOne by one, {wire.EVENTS} events: milliseconds to the first event and the end, and what the way adds to the end"
     )
     rows = [latencies(name, one.alone, found["straight"].alone) for name, one in found.items()]
     print(table(LATENCY_HEAD, rows), flush=True)

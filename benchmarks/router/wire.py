@@ -322,8 +322,8 @@ class Servers:
             writer.close()
 
 
-def start(stack: ExitStack, servers: Servers) -> list[Contender]:
-    """All of them, the straight way first."""
+def start(stack: ExitStack, servers: Servers, rival: str | None = None) -> list[Contender]:
+    """All of them, the straight way first. `rival`: the command of the package `vllm-router`."""
     behind = servers.ports
     found = [Contender("straight", behind["vllm"][0], None)]
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -331,6 +331,10 @@ def start(stack: ExitStack, servers: Servers) -> list[Contender]:
         process, port = _nginx(behind["vllm"], folder)
         stack.callback(end_process, process)
         found.append(Contender("nginx", port, _worker(process)))
+    if rival:
+        process, port = _vllm_router(rival, behind["vllm"])
+        stack.callback(end_process, process)
+        found.append(Contender("vllm-router, cache aware", port, process.pid))
     tokenizer = str(Path(__file__).parents[2] / "foreword" / "models" / "stdlib-nano")
     for name, kind, flags in (
         ("router, plain servers", "plain", []),
@@ -370,6 +374,14 @@ def _router(ports: list[int], *flags: str) -> tuple[subprocess.Popen[bytes], int
     limits = ["--max-waiting", "100000", "--max-in-flight", "100000", "--log-level", "warning"]
     command = [sys.executable, "-m", "foreword", "route", "--port", str(port), *named, *limits, *flags]
     return _pinned(command), port
+
+
+def _vllm_router(rival: str, ports: list[int]) -> tuple[subprocess.Popen[bytes], int]:
+    port, metrics = free_port(), str(free_port())
+    named = [f"http://127.0.0.1:{one}" for one in ports]
+    quiet = ("--prometheus-port", metrics, "--log-level", "error")
+    command = [rival, "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware", *quiet]
+    return _pinned([*command, "--worker-urls", *named]), port
 
 
 def _pinned(command: list[str]) -> subprocess.Popen[bytes]:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import secrets
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
-from foreword.blocks.keys import Scope
+from foreword.blocks.common_prefixes import CommonPrefix
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
-from foreword.blocks.salt import GENERATION_BYTES, NO_SALT, Salt, tenant_digest
+from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
 from foreword.blocks.session_book import SessionBook
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
@@ -32,13 +29,11 @@ from foreword.engine.request import Delta, ModelInfo, Request, SamplingParams
 from foreword.engine.structured.compiler import CompiledOutput
 from foreword.engine.structured.sequence_constraint import Constraint
 from foreword.engine_config import EngineConfig, PrefixConfig
-from foreword.entrypoints import cache_requests
 from foreword.entrypoints.build_engine import EngineParts, build_engine
-from foreword.entrypoints.cache_requests import RetentionInfo
+from foreword.entrypoints.engine_verbs import PREFETCH_SECONDS, EngineVerbs, RetentionInfo
 from foreword.errors import BadRequest, NotFound
 from foreword.events import Event, Observer
 from foreword.futures import complete
-from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.request_errors import EngineFailed, ShuttingDown
 from foreword.store.background import background_thread
@@ -95,12 +90,12 @@ class AsyncEngine:
         self.info: ModelInfo = parts.info
         self.tokenizer: Tokenizer = parts.tokenizer
         self.offload: EngineStores | None = parts.offload
-        self.prefixes = AsyncPrefixes(parts.prefix_service(), self._compute_prefix, parts.core.leases.book.budget)
+        self._verbs = EngineVerbs(parts, self._between_steps)
+        self.prefixes = AsyncPrefixes(self._verbs.prefixes, self._compute_prefix, parts.core.leases.book.budget)
         self.unclaimed = UnclaimedRequests(self._expired)
         self.served: BlockServer | None = None
         self.instance: Instance | None = None
         self._parts, self._core, self.audit, self.quarantine = parts, parts.core, parts.core.audit, parts.quarantine
-        self._prefix_ids = itertools.count()
         # Not the loop's own threads: compilers of many grammars may wait for each other.
         self._compilers = BackgroundJobs("compile", most=None, threads=_COMPILERS, bound=False)
         self._inbox: deque[Callable[[], object]] = deque()
@@ -261,7 +256,7 @@ class AsyncEngine:
 
     async def _compute_prefix(self, one: Registration) -> None:
         """Compute the KV of a named prefix, or load it; its full blocks are kept."""
-        async for delta in self.generate(cache_requests.computing(f"prefix-{next(self._prefix_ids)}", one)):
+        async for delta in self.generate(self._verbs.computing(one)):
             if delta.finish_reason == "abort":
                 raise ShuttingDown(f"the engine ended before the prefix {one.prefix.name!r} was computed")
 
@@ -277,9 +272,8 @@ class AsyncEngine:
     ) -> RetentionAnswer:
         """Keep the KV of `tokens` for `ttl` seconds after its last use; it is computed or loaded if necessary. Raises
         BadRequest, PromptTooLong, EngineFailed."""
-        request = cache_requests.retaining(f"retain-{next(self._prefix_ids)}", tokens, ttl, priority, salt)
         answers: tuple[RetentionAnswer, ...] = ()
-        async for delta in self.generate(request):
+        async for delta in self.generate(self._verbs.retaining(tokens, ttl, priority, salt)):
             answers = delta.retained
         return answers[0]
 
@@ -292,23 +286,22 @@ class AsyncEngine:
         tokens: Sequence[int],
         *,
         salt: Salt = NO_SALT,
-        seconds: float = cache_requests.PREFETCH_SECONDS,
+        seconds: float = PREFETCH_SECONDS,
     ) -> RetentionAnswer:
         """Load what the stores have of `tokens` to the device, and keep it there for some seconds. Nothing is computed. Raises
         BadRequest, PromptTooLong, QueueFull."""
         future: Future[RetentionAnswer] = Future()
         future.set_running_or_notify_cancel()  # as in `_call`
-        await self._call(lambda: cache_requests.prefetch(self._core, tokens, salt, seconds, future.set_result))
+        await self._call(lambda: self._verbs.prefetch(tokens, salt, seconds, future.set_result))
         return await asyncio.wrap_future(future)
 
     def release(self, tokens: Sequence[int] | None = None, *, salt: Salt = NO_SALT) -> list[RetentionInfo]:
         """End the retentions along a prompt, or all of a salt, without a client's salt all of the tenant. Returns them."""
-        released = cache_requests.release(self._core, tokens, salt)
-        return [cache_requests.describe(one) for one in released]
+        return self._verbs.release(tokens, salt)
 
     def retentions(self, tenant: bytes = b"") -> list[RetentionInfo]:
         """Retentions of a tenant, given its salt."""
-        return [cache_requests.describe(one) for one in self._core.leases.book.of(tenant_digest(tenant))]
+        return self._verbs.retentions(tenant)
 
     async def unclaimed_requests(self) -> Sequence[UnclaimedRequest]:
         """Unclaimed requests, once the engine's thread has done everything posted before."""
@@ -348,16 +341,8 @@ class AsyncEngine:
         """A session of a tenant, given its salt, has ended; or it has been compacted to its first `keep` tokens. Frees what
         only it has used: on the device, and in all stores before this returns. Returns the number of blocks by tier. Raises
         NotFound."""
-        core, pins, size = self._core, self._parts.pins, self.info.block_size
-        alone = (
-            core.sessions.end(tenant, name) if keep is None else core.sessions.compact(tenant, name, -(-keep // size))
-        )
-
-        def retire() -> tuple[Sequence[bytes], int]:
-            keys = core.cache.unused(alone.keys)
-            return keys, core.cache.retire(keys, drop=True)
-
-        keys, blocks = await self._call(retire)
+        pins, alone = self._parts.pins, self._verbs.shorten_session(tenant, name, keep)
+        keys, blocks = await self._call(partial(self._verbs.retire, alone))
         freed = {"device": blocks}
         if self.offload is None or pins is None or not keys:
             return freed
@@ -392,25 +377,17 @@ class AsyncEngine:
     async def common_prefixes(self, tenant: bytes = b"", limit: int = 8) -> list[CommonPrefix]:
         """The prefixes that the newest texts of a tenant, given its salt, have in common, the largest saving first."""
         salt = Salt(tenant)
-        texts = await self._call(lambda: self._core.recent_texts(salt, _COMPARED_TEXTS))
-        return await asyncio.to_thread(self._find_common, texts, salt, limit)
-
-    def _find_common(self, texts: Sequence[array[int]], salt: Salt, limit: int) -> list[CommonPrefix]:
-        size, cache = self.info.block_size, self._core.cache
-        scope = Scope(bytes.fromhex(self.info.namespace), size, salt)
-        found = common_prefixes(texts, size, limit)
-        # A lookup only reads; outside the engine's thread its result may be a step old.
-        keys = (cache.public.keys_of(scope, one.tokens) for one in found)
-        return [replace(one, on_device=len(cache.pool.lookup(known))) for one, known in zip(found, keys, strict=True)]
+        texts = await self._call(lambda: self._verbs.recent_texts(salt, _COMPARED_TEXTS))
+        return await asyncio.to_thread(self._verbs.common_prefixes, texts, salt, limit)
 
     async def check_integrity(self) -> None:
         """Prove the pool's invariants between two steps. Raises IntegrityError."""
-        await self._call(self._core.cache.check)
+        await self._call(self._verbs.check)
 
     async def clear_cache(self, salt: Salt | None = None) -> int:
         """Forget all blocks that are not in use, or those of a salt, without a client's salt those of the whole tenant. Returns
         their number."""
-        return await self._call(lambda: self._core.cache.clear(salt))
+        return await self._call(partial(self._verbs.clear, salt))
 
     async def forget(self, salt: Salt = NO_SALT, *others: Salt) -> dict[str, Any]:
         """Remove a tenant's blocks and named prefixes from every store and its unused blocks from the device; of a salt with a
@@ -418,52 +395,16 @@ class AsyncEngine:
         written is dropped. Returns what was removed, and
         what was not: `prefixes.erasure.Receipt` as an object, with `device_blocks` and the id for `erasure`. It is repeated in
         the background where it is not complete."""
-        cleared, salts, destroyed = 0, (salt, *others), None
-        if self._parts.erasures is not None:  # first: nothing can be read from here on, whatever the rest takes
-            destroyed = await asyncio.to_thread(self._parts.erasures.destroy_keys, salts)
-        tenants = [one.tenant for one in salts if not one.client]
-        for tenant in tenants:
-            self.sessions.forget(tenant)
-
-        def drop_prefixes() -> None:
-            for tenant in tenants:
-                self.prefixes.service.drop(tenant)
-
-        await asyncio.to_thread(drop_prefixes)
-        for salt in salts:
-            self.release(salt=salt)
-            cleared += await self._call(partial(self._core.forget, salt))
-        if self._parts.erasures is None:
-            return {"what": described(salts), "complete": True, "device_blocks": cleared, "left": 0}
-        name, receipt = await asyncio.to_thread(self._parts.erasures.erase, salts, destroyed)
-        await asyncio.to_thread(drop_prefixes)  # those that were read from a store before it was swept
-        return {"id": name, **receipt.plain(), "device_blocks": cleared}
+        return await asyncio.to_thread(self._verbs.forget, (salt, *others))
 
     def _generation_ended(self, tenant: bytes) -> None:
-        """Drop what this instance has of a tenant, given its salt, that was forgotten elsewhere. No request finds it, but it
-        takes memory, and pins some of it."""
-
-        def drop() -> None:
-            salt = Salt(tenant)
-            self.prefixes.service.drop(tenant)
-            self.release(salt=salt)
-            self.post(lambda: self._core.forget(salt))
-            assert self.offload is not None
-            memory = {tier.label for tier in self.offload.store.tiers if not tier.blocking}
-            with self.offload.erasing([salt.prefix]) as queued:
-                erase_prefixes(self.offload.store, [salt.prefix], described([salt]), queued=queued, only=memory)
-
+        """A tenant, given its salt, was forgotten elsewhere."""
         if self.offload is not None:
-            background_thread(drop, "generation")
+            background_thread(partial(self._verbs.drop_ended_generation, tenant), "generation")
 
     def erasure(self, name: str, salt: Salt) -> dict[str, Any]:
         """The receipt of an erasure of this tenant, so far. Raises NotFound."""
-        found = self._parts.erasures.get(name) if self._parts.erasures is not None else None
-        # The tenant is in another generation than when it asked for the erasure.
-        family = salt.prefix[:-GENERATION_BYTES]
-        if found is None or not all(one.startswith(family) for one in found.prefixes):
-            raise NotFound(f"there is no erasure {name!r}; those that are complete are remembered for a while")
-        return {"id": name, **found.receipt.plain()}
+        return self._verbs.erasure(name, salt)
 
     async def drain(self, timeout: float) -> None:
         """Wait until nothing runs, at most `timeout` seconds, then end what is left."""
@@ -490,11 +431,18 @@ class AsyncEngine:
 
     async def _call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the engine's thread, between two steps."""
+        return await asyncio.wrap_future(self._posted(function))
+
+    def _between_steps(self, function: Callable[[], Result]) -> Result:
+        """Run a function on the engine's thread, between two steps. For threads that may wait."""
+        return self._posted(function).result()
+
+    def _posted(self, function: Callable[[], Result]) -> Future[Result]:
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()  # a caller that is cancelled does not take back what was posted
-        if not self.post(lambda: complete(future, function)):
+        if not self.post(partial(complete, future, function)):
             raise EngineFailed(self.failed) if self.failed else ShuttingDown("the engine is closed")
-        return await asyncio.wrap_future(future)
+        return future
 
     def notify(self, event: Event) -> None:
         """Give an event to the engine's observers, on its thread."""

@@ -7,7 +7,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self, Unpack, cast
 
@@ -19,8 +19,7 @@ from foreword.config_layers import build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams
 from foreword.engine_config import EngineConfig, EngineOptions, PrefixConfig
-from foreword.entrypoints import cache_requests
-from foreword.entrypoints.cache_requests import RetentionInfo
+from foreword.entrypoints.engine_verbs import PREFETCH_SECONDS, EngineVerbs, Result, RetentionInfo
 from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
@@ -31,6 +30,11 @@ from foreword.transfer_config import TransferConfig
 logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
+
+
+def _at_once(function: Callable[[], Result]) -> Result:
+    """The engine's thread is the caller's."""
+    return function()
 
 
 def _tell(text: str) -> None:
@@ -96,7 +100,8 @@ class LLM:
         self.offload = self._parts.offload
         self._core = self._parts.core
         self._ids = itertools.count()
-        self._prefixes = self._parts.prefix_service()
+        self._verbs = EngineVerbs(self._parts, _at_once)
+        self._prefixes = self._verbs.prefixes
         self._prefixes.refresh(PUBLIC.tenant)
         self._prefixes.refresh()  # what an earlier process registered; its KV is computed or loaded when it is used
 
@@ -162,7 +167,7 @@ class LLM:
         """Register a named prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong, PrefixBudgetExceeded, or
         StoreError if no store takes its record."""
         with self._prefixes.register(name, content, messages, replace=replace) as registration:
-            self._run_requests([cache_requests.computing(f"prefix-{next(self._ids)}", registration)])
+            self._run_requests([self._verbs.computing(registration)])
             made = registration.finish()
         self._core.leases.settle()
         assert made is not None
@@ -170,25 +175,25 @@ class LLM:
 
     def retain(self, tokens: Sequence[int], ttl: float | None, priority: int = 0) -> RetentionAnswer:
         """Keep the KV of `tokens` for `ttl` seconds after its last use; it is computed or loaded if necessary."""
-        [output] = self._run_requests([cache_requests.retaining(f"llm-{next(self._ids)}", tokens, ttl, priority)])
+        [output] = self._run_requests([self._verbs.retaining(tokens, ttl, priority, NO_SALT)])
         return output.retained[0]
 
     def pin(self, tokens: Sequence[int]) -> RetentionAnswer:
         """Keep the KV of `tokens` until it is released."""
         return self.retain(tokens, None, MAX_PRIORITY)
 
-    def prefetch(self, tokens: Sequence[int], *, seconds: float = cache_requests.PREFETCH_SECONDS) -> RetentionAnswer:
+    def prefetch(self, tokens: Sequence[int], *, seconds: float = PREFETCH_SECONDS) -> RetentionAnswer:
         """Load what the stores have of `tokens` to the device, and keep it there for some seconds. Nothing is computed."""
         answers: list[RetentionAnswer] = []
-        cache_requests.prefetch(self._core, tokens, NO_SALT, seconds, answers.append)
+        self._verbs.prefetch(tokens, NO_SALT, seconds, answers.append)
         self._drain([])
         return answers[0]
 
     def release(self, tokens: Sequence[int] | None = None) -> list[RetentionInfo]:
         """End the retentions along a prompt, or all. Returns them."""
-        released = cache_requests.release(self._core, tokens, NO_SALT)
+        released = self._verbs.release(tokens, NO_SALT)
         self._core.leases.settle()
-        return [cache_requests.describe(one) for one in released]
+        return released
 
     def list_prefixes(self) -> list[NamedPrefix]:
         return self._prefixes.book.list()
@@ -215,11 +220,11 @@ class LLM:
 
     def clear_cache(self) -> int:
         """Forget all cached blocks that are not pinned; returns their number."""
-        return self._core.cache.clear()
+        return self._verbs.clear()
 
     def check(self) -> None:
         """Prove the pool's invariants. Raises IntegrityError."""
-        self._core.cache.check()
+        self._verbs.check()
 
     def _tokens(self, prompt: Prompt, prefix: str | None) -> list[int]:
         before = () if prefix is None else self._prefixes.book.use(prefix, "text").tokens

@@ -80,6 +80,7 @@ class StoreLoad:
     no copy begins any more, and the blocks are the load's until it is `done`.
 
     Attributes:
+        lock: of all loads of an engine; held for assignments only.
         names, groups, places: name, KV group and tier of each frame that is loaded.
         blocks: the device block that each goes into: of divided blocks, the unit.
         tokens: how many tokens the load saves.
@@ -96,6 +97,7 @@ class StoreLoad:
         task: what runs of it. An error may have kept it from saying that it has ended.
     """
 
+    lock: threading.Condition = field(repr=False)
     names: Sequence[Name]
     groups: Sequence[int]
     places: Sequence[int]
@@ -115,7 +117,6 @@ class StoreLoad:
     finished: bool = False
     task: Future[None] | None = None
     _lost: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # held for assignments only
 
     @property
     def done(self) -> bool:
@@ -128,13 +129,13 @@ class StoreLoad:
     def close(self) -> list[int]:
         """End the load: no copy begins from now on. Those that have begun write until the load is `done`. Returns the tier of
         each block that was loaded by now."""
-        with self._lock:
+        with self.lock:
             self.finished = True
             return list(self.tiers)
 
     def discard(self) -> None:
         """End the load as if no block had been loaded: the device is about to lose its contents."""
-        with self._lock:
+        with self.lock:
             self.finished = self._lost = True
             self.tiers = []
 
@@ -143,7 +144,7 @@ class StoreLoad:
         not be queued then."""
         # The race is with `close`, on the engine's thread. Under the lock a copy is counted before the load is finished, and
         # the engine keeps the blocks until it has ended; or it does not begin. None goes into another sequence's block.
-        with self._lock:
+        with self.lock:
             self.copying += not self.finished
             return not self.finished
 
@@ -151,7 +152,7 @@ class StoreLoad:
         """The oldest copy is done, of blocks that came from `tiers`. None if it failed, or not `whole` if a block behind these
         was not copied: what follows it does not count."""
         # Copies end in the order in which they began. Behind one that failed, blocks have no whole chain before them.
-        with self._lock:
+        with self.lock:
             self._lost |= tiers is None
             if tiers is not None and not self._lost:
                 self.loaded += len(tiers)

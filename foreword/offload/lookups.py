@@ -41,19 +41,20 @@ class StoreSearch:
     """A request's search in the stores. The thread that asks owns it; that thread or another one ends it.
 
     Attributes:
+        lock: of all searches of an engine, and of what is counted of them; held for assignments only.
         patient: no request waits for it.
         deadline: then it ends without a result.
         found: the result; None before the search has ended, and where it has failed.
         tasks: what runs of it. An error may have kept it from saying that it has ended.
     """
 
+    lock: threading.Lock = field(repr=False)
     patient: bool = False
     deadline: float = math.inf
     found: Found | None = None
     tasks: list[Future[None]] = field(default_factory=list)
     _ended: bool = False
     _count: Callable[[int, LookupOutcome], None] = lambda found, reason: None
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # held for assignments only
 
     @property
     def answered(self) -> bool:
@@ -67,7 +68,7 @@ class StoreSearch:
     def end(self, found: Found | None, tokens: int, reason: LookupOutcome) -> None:
         """End the search with what it has found, which is `tokens` tokens, and the reason why that is not more. Only the first
         call counts."""
-        with self._lock:
+        with self.lock:
             if self._ended:
                 return
             self.found, self._ended = found, True
@@ -97,7 +98,7 @@ class StoreLookups:
         self._load_timeout = load_timeout
         self._prefill_rate = prefill_rate
         self._on_end = on_end
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
         self._lookups: Counter[LookupOutcome] = Counter()
         self._tokens: Counter[LookupOutcome] = Counter()
         self._inline = 0
@@ -107,13 +108,13 @@ class StoreLookups:
     # Counts
 
     def counts(self) -> LookupCounts:
-        with self._counting:
+        with self._lock:
             return LookupCounts(self._lookups.copy(), self._tokens.copy(), self._inline)
 
     @property
     def total(self) -> int:
         """How many lookups were counted."""
-        with self._counting:
+        with self._lock:
             return sum(self._lookups.values()) + self._inline
 
     def refuse(self, outcome: LookupOutcome, tokens: int) -> None:
@@ -121,7 +122,7 @@ class StoreLookups:
         self._count(tokens, 0, outcome)
 
     def _count(self, tokens: int, found: int, reason: LookupOutcome) -> None:
-        with self._counting:
+        with self._lock:
             self._lookups[LookupOutcome.FOUND if found else reason] += 1
             self._tokens[LookupOutcome.FOUND] += found
             self._tokens[reason] += tokens - found
@@ -147,7 +148,7 @@ class StoreLookups:
         local, remote = self._limits(tokens)
         began = time.monotonic()
         until = began + (self._load_timeout if patient else local + remote)
-        search = StoreSearch(patient, until + _SPARE_SECONDS, _count=partial(self._count, tokens))
+        search = StoreSearch(self._lock, patient, until + _SPARE_SECONDS, _count=partial(self._count, tokens))
         find = partial(find_resumable, self._store, groups, root, keys, held, limit)
         if self._answer_inline(search, find, held, until):
             return search
@@ -176,7 +177,7 @@ class StoreLookups:
         found = find(tiers, inline=True)
         if tiers.undecided:
             return False
-        with self._counting:
+        with self._lock:
             self._inline += 1
         search.end(found, found.position - held, tiers.reason)
         self._on_end()

@@ -170,7 +170,7 @@ class OffloadManager:
             groups += [part.group] * (len(part.blocks) * frames)
             places += part.places if frames == 1 else [place for place in part.places for _ in range(frames)]
             blocks += part.blocks if frames == 1 else units.of_blocks(part.blocks)
-        return StoreLoad(names, groups, places, blocks, tokens, patient, self._staging.mark())
+        return StoreLoad(self._changed, names, groups, places, blocks, tokens, patient, self._staging.mark())
 
     def start(self, load: StoreLoad) -> None:
         """Start to load into the blocks that were handed over."""

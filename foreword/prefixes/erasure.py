@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -352,7 +351,11 @@ def forget_chains(store: TieredStore, layout: Layout, root: bytes, keys: Sequenc
 
 
 class _Erasure:
-    """An erasure: sweeps all tiers at once and counts. A place that fails is noted, and the others are swept."""
+    """An erasure: sweeps all tiers at once and counts. A place that fails is noted, and the others are swept.
+
+    Threads add places and records by one call of a dictionary or a set, whose keys are text: no lock is needed. A place is
+    changed by the thread of its tier.
+    """
 
     def __init__(self, store: TieredStore, queued: int = 0, only: Collection[str] | None = None) -> None:
         self._store, self._widened = store, False
@@ -361,14 +364,12 @@ class _Erasure:
         if queued:
             reason = f"{queued} blocks are still being written"
             self._places["write queue", ""] = Place("write queue", "", PlaceOutcome.QUEUED, 0, queued, reason)
-        self._lock = threading.Lock()
         self._records: set[str] = set()
         for tier in self._tiers:
             self._place(tier)
 
     def _place(self, tier: StoreTier, place: str = "") -> Place:
-        with self._lock:
-            return self._places.setdefault((tier.label, place), Place(tier.label, place))
+        return self._places.setdefault((tier.label, place), Place(tier.label, place))
 
     def fail(self, tier: StoreTier, error: StoreError) -> None:
         self._place(tier).fail(error.message, outcome_of(error))
@@ -429,8 +430,7 @@ class _Erasure:
 
     def _done(self, tier: StoreTier) -> bool:
         """Whether no place of the tier has failed."""
-        with self._lock:
-            return all(one.outcome.done for one in self._places.values() if one.tier == tier.label)
+        return all(one.outcome.done for one in self._places.copy().values() if one.tier == tier.label)
 
     def prefix(self, root: bytes, last: bytes, wanted: Callable[[str], bool], builds: Mapping[bytes, bytes]) -> None:
         """Delete a named prefix, given its tenant, the key of its last block, which record keys it has, and what names the KV
@@ -481,8 +481,7 @@ class _Erasure:
                 raise StoreUnreadable(problem.message)
 
         for key in stream(tier, deleted):
-            with self._lock:
-                self._records.add(key)
+            self._records.add(key)
 
     def count(self, wanted: Callable[[Name], bool]) -> int:
         """Count the copies of wanted blocks in all tiers that could be reached."""

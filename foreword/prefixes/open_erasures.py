@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -128,13 +129,16 @@ class OpenErasures:
         begun = destroyed.noted(Receipt(what, []))
         everywhere = self._locations.keys() - {KEY_STORE} | _open_tiers(begun)
         one = OpenErasure(os.urandom(12).hex(), prefixes, what, frozenset(everywhere), begun)
-        record = _Once(lambda: self._write(one))
-        self._jobs.add(record)
+        record = self._write_soon(one)
         with self._erasing(prefixes) as queued:
             one.receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=queued))
         one.tiers = _open_tiers(one.receipt)
         if one.tiers:
-            record()  # the thread may be busy with others, and this process may end right after its answer
+            # The thread may be busy with others, and this process may end right after its answer.
+            if record.cancel():
+                self._write(one)
+            else:
+                record.result()
         with self._lock:
             while len(self._known) >= _MAX:
                 self._known.pop(
@@ -151,6 +155,12 @@ class OpenErasures:
 
     def close(self) -> None:
         self._jobs.close(_TIMEOUT)
+
+    def _write_soon(self, one: OpenErasure) -> Future[None]:
+        """Write the record on the thread. Who cancels that before it begins writes it; after `close` it never begins."""
+        with contextlib.suppress(RuntimeError):
+            return self._jobs.submit(self._write, one)
+        return Future()
 
     def _write(self, one: OpenErasure) -> None:
         places = one.elsewhere | {self._locations[tier] for tier in one.tiers if tier in self._locations}
@@ -220,20 +230,6 @@ class OpenErasures:
             log.info("erasure %s is continued: %s", name, one.what)
             with self._lock:
                 self._known.setdefault(name, one)
-
-
-class _Once:
-    """Work for whichever thread comes first. Another one waits for its end."""
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        self._work: Callable[[], object] | None = work
-        self._lock = threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            work, self._work = self._work, None
-            if work is not None:
-                work()
 
 
 def _open_tiers(receipt: Receipt) -> frozenset[str]:

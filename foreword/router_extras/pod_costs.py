@@ -15,7 +15,8 @@ import aiohttp
 
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaSpec
 from foreword.router.router import Router
-from foreword.router_extras.kubernetes import ApiServer, Pod, ServiceSpec, ServiceWatch
+from foreword.router_extras.kubernetes import Pod, ServiceSpec, ServiceWatch
+from foreword.router_extras.kubernetes_watch import ApiServer
 
 logger = logging.getLogger(__name__)
 

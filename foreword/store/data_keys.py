@@ -37,7 +37,7 @@ from foreword.store.base import Store, time_left
 from foreword.store.frame import ENCRYPTED
 from foreword.store.key_interfaces import TenantKeys
 from foreword.store.master_keys import MasterKeys
-from foreword.store.tier import StoreTier
+from foreword.store.tier_threads import StoreGuard
 from foreword.store.types import StoreUrl
 from foreword.store.urls import parse
 from foreword.store_config import EncryptionConfig
@@ -112,7 +112,7 @@ class KeyStoreCalls:
     none is made until a probe has succeeded. A call that had less time says nothing of the key store."""
 
     def __init__(self, store: Store, seconds: float, call_seconds: float | None = None) -> None:
-        self._tier, self._seconds, self.down = StoreTier(store), seconds, False
+        self._guard, self._seconds, self.down = StoreGuard(store), seconds, False
         self._call_seconds = call_seconds or _CALL_SECONDS
 
     def _call(self, call: Callable[..., Result], deadline: float = math.inf) -> Result:
@@ -131,38 +131,42 @@ class KeyStoreCalls:
 
     def _try(self, call: Callable[..., Result], deadline: float = math.inf) -> Result:
         deadline = min(deadline, time.monotonic() + self._call_seconds)
-        return self._tier.call(partial(call, deadline=deadline), deadline)
+        return self._guard.call(partial(call, deadline=deadline), deadline)
 
     def _probe(self) -> None:
         while self.down:
             time.sleep(self._seconds)
             with contextlib.suppress(StoreError):
-                self._try(partial(self._tier.store.get_record, _DESTROYED))
+                self._try(partial(self._guard.store.get_record, _DESTROYED))
                 self.down = False
         log.info("the key store answers again")
 
     def get(self, key: str, deadline: float = math.inf) -> bytes | None:
-        return self._call(partial(self._tier.store.get_record, key), deadline)
+        return self._call(partial(self._guard.store.get_record, key), deadline)
 
     def put(self, key: str, data: bytes, deadline: float = math.inf) -> None:
-        self._call(partial(self._tier.store.put_record, key, data), deadline)
+        self._call(partial(self._guard.store.put_record, key, data), deadline)
 
     def delete(self, key: str) -> None:
-        self._call(partial(self._tier.store.delete_record, key))
+        self._call(partial(self._guard.store.delete_record, key))
 
     def list(self, prefix: str, deadline: float = math.inf) -> list[str]:
-        return self._call(partial(self._tier.store.records, prefix), deadline)
+        return self._call(partial(self._guard.store.records, prefix), deadline)
 
     def close(self) -> None:
         self.down = False
-        self._tier.close()
+        self._guard.close()
 
 
 class TenantLocks:
-    """A lock per tenant: a key store that is slow for a tenant, or a master key that is not found, delays no other."""
+    """A lock per tenant: a key store that is slow for a tenant, or a master key that is not found, delays no other.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # of the table; nothing is waited for under it
+    Args:
+        lock: of the table; nothing is waited for under it.
+    """
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
         self._locks: dict[bytes, tuple[threading.Lock, int]] = {}  # and how many calls have or want each
 
     @contextlib.contextmanager
@@ -211,8 +215,8 @@ class DataKeys(TenantKeys):
         self._config = config
         self._masters = MasterKeys(config)
         self._store = KeyStoreCalls(store or _opened(config), config.check_seconds, call_seconds)
-        self._sealing, self._looking_at = TenantLocks(), TenantLocks()
-        self._lock = threading.Lock()  # of the start of the thread that looks
+        self._lock = threading.Lock()  # of the tables of locks, and of the start of the thread that looks
+        self._sealing, self._looking_at = TenantLocks(self._lock), TenantLocks(self._lock)
         self._entries: dict[tuple[bytes, int], _Entry] = {}
         self._destructions = 0
         self._active: dict[bytes, tuple[int | None, float]] = {}

@@ -6,9 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Final, Literal
 
-UNITS: Final = ("blocks", "bytes", "calls", "distance", "hits", "loads", "lookups", "seconds", "tokens")
+UNITS: Final = (
+    *("blocks", "bytes", "calls", "distance", "hits", "loads", "lookups", "prefixes", "prompts", "requests"),
+    *("seconds", "sides", "tokens"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,8 @@ class Series:
 
     Attributes:
         text: what is counted, a sentence: the help of the metrics.
-        server: name of a Foreword server's metric after `foreword:`. `engine`: after `vllm:foreword_` and `sglang:foreword_`.
+        server: name of a Foreword server's metric after `foreword:`; None if only a connector counts it. `engine`: after
+            `vllm:foreword_` and `sglang:foreword_`.
         by: a label; "" for one number. `values`: its values that are shown from the start.
         summed: engines show the sum over the values of the label.
         field: the counter's name in its class.
@@ -25,7 +30,7 @@ class Series:
 
     text: str
     unit: str
-    server: str
+    server: str | None
     engine: str
     kind: Literal["counter", "gauge"] = "counter"
     by: str = ""
@@ -34,7 +39,7 @@ class Series:
     field: str = ""
 
     def __post_init__(self) -> None:
-        named = self.server.isidentifier() and self.engine.isidentifier()
+        named = (self.server is None or self.server.isidentifier()) and self.engine.isidentifier()
         if not (named and self.text.endswith(".") and self.unit in UNITS and self.kind in ("counter", "gauge")):
             raise ValueError(f"a series has a sentence, a unit, a kind and its names: {self}")
 
@@ -54,12 +59,13 @@ class Series:
         return {(str(value),): count for value, count in counts.items()}
 
 
-def counted(text: str, unit: str, server: str, engine: str = "", **more: Any) -> Any:
+def counted(text: str, unit: str, server: str | None, engine: str = "", **more: Any) -> Any:
     """A field that counts. `engine` is `server` without its first word if it is not given."""
-    series = Series(text, unit, server, engine or server.partition("_")[2], **more)
+    series = Series(text, unit, server, engine or (server or "").partition("_")[2], **more)
     return field(metadata={"series": series}, **({"default_factory": Counter} if series.by else {"default": 0}))
 
 
+@cache
 def series_of(counters: type) -> tuple[Series, ...]:
     """The series of a class. Raises ValueError for a field that no series describes: no reader would have it."""
     given = {one.name: one.metadata.get("series", one) for one in fields(counters)}

@@ -1,4 +1,4 @@
-"""A tier of a tiered store: a store with counters, a circuit breaker, threads, and a measured read rate."""
+"""A tier of a tiered store: a guarded store (`tier_threads.py`) whose blocks are verified, with counters and a read rate."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from foreword.store.base import (
     copy_error,
 )
 from foreword.store.frame import FOREIGN_REASONS, Frame, Header, UnreadBlock, check
-from foreword.store.tier_counters import Filling, LookupOutcome, Rate, TierCounters, TierState
+from foreword.store.tier_counters import Filling, LookupOutcome, Rate, TierState
 from foreword.store.tier_rules import BlockUse
-from foreword.store.tier_threads import CircuitBreaker, TierCall, TierThreads
+from foreword.store.tier_threads import StoreGuard, TierCall
 
 log = logging.getLogger("foreword.store")
 
@@ -48,25 +48,18 @@ Outcome = Frame | str | int
 # Called with the positions of blocks whose buffers a store may still write into, and the call that does.
 OnLate = Callable[[Sequence[int], TierCall[list[Outcome]]], None]
 
-_PROBE_SECONDS: Final = 5.0
 _DELETE_SECONDS: Final = 1.0
 _STATUS_SECONDS: Final = 0.5
-_CLOSE_SECONDS: Final = 5.0
 # How long a block that cannot be used is taken for absent, and how many are.
 _SET_ASIDE: Final = {UNREADABLE: 5.0, FOREIGN: 60.0}
 _MAX_SET_ASIDE: Final = 65_536
 _KINDS: Final = {FAILED: "block_failed", UNREADABLE: "block_unreadable", FOREIGN: "block_foreign"}
 _UNREAD_TO_OPEN: Final = 3
-
-
 _LOOKED_AGAIN: Final = 16  # damaged blocks are read again in batches of this size
 
 
-class StoreTier:
-    """A store of a tiered store, with its counters, circuit breaker, threads and measured read rate.
-
-    Calls of a store that may block are made on the tier's own threads, and the caller waits until shortly after the deadline.
-    A call that has not returned then is a failure. While one is hung, the tier is skipped, and a thread of its own probes it.
+class StoreTier(StoreGuard):
+    """A store of a tiered store, with its counters and measured read rate: what is read from it is verified.
 
     Args:
         writable: whether blocks are written to and deleted from the store.
@@ -80,30 +73,17 @@ class StoreTier:
         faster: the faster tiers.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        writable: bool = True,
-    ) -> None:
-        self.store = store
-        self.label = self.location = store.label
-        self.writable = writable
-        self.suspended = False
-        self.blocking = store.blocking
-        self.local = store.local
-        self.counters = TierCounters()
-        self.breaker = CircuitBreaker(clock)
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic, *, writable: bool = True) -> None:
+        super().__init__(store, clock)
+        self.location, self.local = store.label, store.local
+        self.writable, self.suspended = writable, False
         self.read_rate = Rate(clock)
         self.selective = self.defers = False
         self.filling = Filling()
         self.faster: Sequence[StoreTier] = ()
-        self._threads = TierThreads(store.label)
         self.listener: Callable[[bool, Sequence[Name]], None] | None = None
         self._status = StoreStatus()
         self._refusal = store.refusal
-        self._probed: Sequence[Name] = ()
         self._set_aside: dict[Name, float] = {}
         self._unread = 0  # reads in succession in which the device gave no block
         self._deleting: dict[threading.Event, float] = {}  # running deletions of bad blocks, and their deadlines
@@ -112,11 +92,6 @@ class StoreTier:
         """Call `listener(stored, names)` whenever blocks are stored in or removed from this tier by this process."""
         self.listener = listener
         self.store.on_evicted = lambda name: listener(False, [name])
-
-    @property
-    def lock(self) -> threading.Lock:
-        """Guards what the tier counts and decides. Nothing waits under it."""
-        return self._threads.lock
 
     @property
     def state(self) -> TierState:
@@ -131,101 +106,11 @@ class StoreTier:
             return TierState.FULL
         return TierState.OK
 
-    # Calls
-
-    def attempt(self, call: Callable[[], Result], default: Result, deadline: float | None = None) -> Result:
-        """Return the result of `ask`, or `default` if it fails."""
-        try:
-            return self.ask(call, deadline)
-        except StoreError:
-            return default
-
-    def ask(self, call: Callable[[], Result], deadline: float | None = None) -> Result:
-        """Make a call of the store, unless the circuit breaker is open. Raises StoreError.
-
-        With a deadline, the call is made on a thread of the tier, and fails if it does not return by then.
-        """
-        if not self._admits(inline=deadline is None):
-            raise StoreUnavailable(f"tier {self.label} is not used for now")
-        try:
-            result = call() if deadline is None else self.call(call, deadline)
-        except Exception as error:
-            self._failed(error)
-            raise error if isinstance(error, StoreError) else StoreUnavailable(type(error).__name__) from error
-        self._succeeded()
-        return result
-
-    def call(self, call: Callable[[], Result], deadline: float) -> Result:
-        """Make a call of the store. Raises what it raises, and StoreHung if it has not returned shortly after the deadline."""
-        return self._threads.call(call, deadline) if self.blocking else call()
-
-    def start(self, call: Callable[[], Result]) -> TierCall[Result]:
-        """Make a call of the store on a thread of the tier. Raises StoreUnavailable if too many have not returned."""
-        return self._threads.start(call)
+    # Lookup
 
     @property
     def answers(self) -> bool:
-        """Whether calls are made, and nothing says that the next one will be late. One that is off has its trial calls."""
-        return not self.suspended and self.breaker.closed and not self._threads.hung and not self._threads.overdue
-
-    def _admits(self, *, inline: bool = False) -> bool:
-        """Whether a call may be made now. While a call is hung, only the tier's own probes are. While one is overdue, a call
-        would probably lose its deadline too, so only those on the caller's thread are made, which has no other work."""
-        hung = self._threads.hung
-        late = not (hung or inline) and self._threads.overdue
-        if self.breaker.closed and not (hung or late):
-            return True
-        with self._threads.lock:
-            opened = hung and not self.breaker.is_open and self.breaker.failed(certain=True)
-            allowed = not late and self.breaker.allows()
-            self.counters.skipped += hung or not allowed
-        if opened:
-            self._log_opened("a call does not return")
-        if hung and allowed:
-            self._probe()
-        return allowed and not hung
-
-    def _probe(self) -> None:
-        """Make one lookup that no caller waits for. If it returns, the tier is used again."""
-
-        def look_up() -> None:
-            try:
-                self.store.lookup(self._probed, deadline=time.monotonic() + _PROBE_SECONDS)
-            except Exception as error:  # noqa: BLE001 - as in `attempt`
-                self._failed(error)
-                return
-            self._threads.forgive()
-            self._succeeded()
-
-        with contextlib.suppress(StoreError):
-            self.start(look_up)
-
-    def _failed(self, error: Exception, *, certain: bool = False) -> None:
-        with self._threads.lock:
-            opened = self.breaker.failed(certain=certain)
-        if opened:
-            self._log_opened(error.message if isinstance(error, StoreError) else type(error).__name__)
-        self.count_error(error)
-
-    def _log_opened(self, reason: str) -> None:
-        log.warning("tier %s is not used for now, after repeated errors: %s", self.label, reason)
-
-    def _succeeded(self) -> None:
-        if self.breaker.succeeded_again():
-            return
-        with self._threads.lock:
-            closed = self.breaker.succeeded()
-        if closed:
-            log.info("tier %s works again", self.label)
-
-    def count_error(self, error: Exception) -> None:
-        self._count_error(error.code if isinstance(error, StoreError) else type(error).__name__)
-
-    def _count_error(self, kind: str, count: int = 1) -> None:
-        with self._threads.lock:
-            self.counters.errors[kind] += count
-
-    # Lookup
+        return not self.suspended and super().answers
 
     def lookup(self, names: Sequence[Name], deadline: float, before: Sequence[Name] = ()) -> tuple[int, LookupOutcome]:
         """Count the blocks from the first one on. `before` are the known ones before it in the chain."""
@@ -253,7 +138,7 @@ class StoreTier:
         count = next((i for i, there in enumerate(told) if not there), len(told))
         if count < len(told) and told[count] is None:
             return None
-        return count, self._count_known(bool(count), started)
+        return count, self._count_lookup(LookupOutcome.FOUND if count else LookupOutcome.ABSENT, started)
 
     def known(self, names: Sequence[Name]) -> tuple[list[bool], LookupOutcome] | None:
         """The blocks that `present` would find, if the store knows it by itself; None if a call must tell."""
@@ -262,7 +147,7 @@ class StoreTier:
         if None in told:
             return None
         present = [bool(there) for there in told]
-        return present, self._count_known(any(present), started)
+        return present, self._count_lookup(LookupOutcome.FOUND if any(present) else LookupOutcome.ABSENT, started)
 
     def _told(self, names: Sequence[Name]) -> Sequence[bool | None]:
         """Answers that the store gives by itself. None while the tier is suspended or its calls fail: a lookup then counts why
@@ -277,8 +162,7 @@ class StoreTier:
             told = [there and not self._is_set_aside(name) for name, there in zip(names, told, strict=True)]
         return told
 
-    def _count_known(self, found: bool, started: float) -> LookupOutcome:
-        outcome = LookupOutcome.FOUND if found else LookupOutcome.ABSENT
+    def _count_lookup(self, outcome: LookupOutcome, started: float) -> LookupOutcome:
         with self._threads.lock:
             self.counters.lookups[outcome] += 1
             self.counters.lookup_seconds += time.perf_counter() - started
@@ -300,9 +184,7 @@ class StoreTier:
         found, outcome = nothing, LookupOutcome.TIER_OFF
         if self.suspended:
             outcome = LookupOutcome.NOT_ALLOWED
-        elif (
-            time.monotonic() >= deadline
-        ):  # a call would count as a failure of this tier, not of the slow one before it
+        elif time.monotonic() >= deadline:  # a call would count as a failure of this tier, not of the slow one before
             outcome = LookupOutcome.TIMED_OUT
         elif self._admits():
             try:
@@ -384,10 +266,12 @@ class StoreTier:
                     loan = stack.enter_context(self.store.lend(names, deadline=deadline))
             yield loan
 
-    def count_read(self, blocks: int, size: int, seconds: float) -> None:
-        """Count frames that were right, with their bytes together, and the time that the read took; 0.0: not known."""
+    def count_read(self, blocks: int, size: int, seconds: float, missed: int = 0) -> None:
+        """Count frames that were right, with their bytes together, the time that the read took, 0.0: not known, and those that
+        were not read."""
         with self._threads.lock:
             self.counters.hit_blocks += blocks
+            self.counters.missed_blocks += missed
             self.counters.read_bytes += size
             self.counters.read_seconds += seconds
             if size and seconds:
@@ -452,13 +336,7 @@ class StoreTier:
         """Count blocks and bytes. Returns how many blocks were read."""
         found = sum(frame is not None for frame in frames)
         read = sum(len(frame.data) for frame in frames if frame is not None)
-        with self._threads.lock:
-            self.counters.hit_blocks += found
-            self.counters.missed_blocks += len(frames) - found
-            self.counters.read_bytes += read
-            self.counters.read_seconds += seconds
-            if read:
-                self.read_rate.note(read, seconds)
+        self.count_read(found, read, seconds, len(frames) - found)
         return found
 
     def _count_faults(
@@ -476,9 +354,10 @@ class StoreTier:
                 kinds[one] += 1
                 if one in _SET_ASIDE and len(self._set_aside) < _MAX_SET_ASIDE:
                     self._set_aside[name] = now + _SET_ASIDE[one]
-        for kind, word in _KINDS.items():
-            if kinds[kind] and (kind != FAILED or kinds[kind] < len(outcomes)):
-                self._count_error(word, kinds[kind])
+        with self._threads.lock:
+            for kind, word in _KINDS.items():
+                if kinds[kind] and (kind != FAILED or kinds[kind] < len(outcomes)):
+                    self.counters.errors[word] += kinds[kind]
         if len(self._set_aside) == _MAX_SET_ASIDE:
             self._set_aside = {name: until for name, until in self._set_aside.items() if until > now}
         if bad:
@@ -644,17 +523,6 @@ class StoreTier:
         with contextlib.suppress(StoreError):
             self._status = self.call(self.store.status, time.monotonic() + _STATUS_SECONDS)
         return self._status
-
-    def close(self) -> None:
-        """Close the store. If a call of it is hung, the store is closed when that is possible, and nothing waits for it."""
-        try:
-            if self._threads.hung:
-                self._threads.call(self.store.close, time.monotonic() + _CLOSE_SECONDS)
-            else:
-                self.store.close()
-        except StoreError as error:
-            self.count_error(error)
-        self._threads.stop()
 
 
 def used_once(positions: Sequence[int], call: TierCall[list[Outcome]]) -> None:

@@ -1,4 +1,4 @@
-"""How the calls of one tier of a tiered store are made: on threads, so that a call that does not return delays no other tier,
+"""How the calls of one store are made (`StoreGuard`): on threads, so that a call that does not return delays no other store,
 and through a circuit breaker.
 
 A caller waits for its call until shortly after the deadline and then abandons it. The thread of an abandoned call is not
@@ -8,18 +8,23 @@ used again until the call returns. The number of threads and of waiting calls is
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Generic, TypeVar
 
-from foreword.errors import StoreHung, StoreUnavailable
+from foreword.errors import StoreError, StoreHung, StoreUnavailable
 from foreword.store.background import background_thread
+from foreword.store.base import Name, Store
+from foreword.store.tier_counters import TierCounters
+
+log = logging.getLogger("foreword.store")
 
 _FAILURES_TO_OPEN: Final = 3
 _SUCCESS_COUNTS: Final = 0.25  # seconds for which a success shows that the store as a whole works
@@ -32,6 +37,8 @@ _THREADS: Final = 16
 _WAITING: Final = 64
 _IDLE: Final = 30.0  # seconds after which a thread without calls ends
 _HUNG: Final = 0.25  # seconds after which an abandoned call is not late but hung
+_PROBE_SECONDS: Final = 5.0
+_CLOSE_SECONDS: Final = 5.0
 
 
 class CircuitBreaker:
@@ -284,3 +291,126 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+class StoreGuard:
+    """Makes the calls of one store, and none for a while if they keep failing.
+
+    Those that may block are made on threads of its own, and the caller waits until shortly after the deadline. A call that has
+    not returned then is a failure. While one is hung, no other is made, and a thread of its own probes the store.
+
+    Attributes:
+        counters: calls that failed or were not made are counted here.
+    """
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self.store, self.label, self.blocking = store, store.label, store.blocking
+        self.counters = TierCounters()
+        self.breaker = CircuitBreaker(clock)
+        self._threads = TierThreads(store.label)
+        self._probed: Sequence[Name] = ()  # what a probe looks up
+
+    @property
+    def lock(self) -> threading.Lock:
+        """Guards what the guard, and the tier that has it, counts and decides. Nothing waits under it."""
+        return self._threads.lock
+
+    def attempt(self, call: Callable[[], Result], default: Result, deadline: float | None = None) -> Result:
+        """Return the result of `ask`, or `default` if it fails."""
+        try:
+            return self.ask(call, deadline)
+        except StoreError:
+            return default
+
+    def ask(self, call: Callable[[], Result], deadline: float | None = None) -> Result:
+        """Make a call of the store, unless the circuit breaker is open. Raises StoreError.
+
+        With a deadline, the call is made on a thread of the tier, and fails if it does not return by then.
+        """
+        if not self._admits(inline=deadline is None):
+            raise StoreUnavailable(f"tier {self.label} is not used for now")
+        try:
+            result = call() if deadline is None else self.call(call, deadline)
+        except Exception as error:
+            self._failed(error)
+            raise error if isinstance(error, StoreError) else StoreUnavailable(type(error).__name__) from error
+        self._succeeded()
+        return result
+
+    def call(self, call: Callable[[], Result], deadline: float) -> Result:
+        """Make a call of the store. Raises what it raises, and StoreHung if it has not returned shortly after the deadline."""
+        return self._threads.call(call, deadline) if self.blocking else call()
+
+    def start(self, call: Callable[[], Result]) -> TierCall[Result]:
+        """Make a call of the store on a thread of the tier. Raises StoreUnavailable if too many have not returned."""
+        return self._threads.start(call)
+
+    @property
+    def answers(self) -> bool:
+        """Whether calls are made, and nothing says that the next one will be late. One that is off has its trial calls."""
+        return self.breaker.closed and not self._threads.hung and not self._threads.overdue
+
+    def _admits(self, *, inline: bool = False) -> bool:
+        """Whether a call may be made now. While a call is hung, only the tier's own probes are. While one is overdue, a call
+        would probably lose its deadline too, so only those on the caller's thread are made, which has no other work."""
+        hung = self._threads.hung
+        late = not (hung or inline) and self._threads.overdue
+        if self.breaker.closed and not (hung or late):
+            return True
+        with self._threads.lock:
+            opened = hung and not self.breaker.is_open and self.breaker.failed(certain=True)
+            allowed = not late and self.breaker.allows()
+            self.counters.skipped += hung or not allowed
+        if opened:
+            self._log_opened("a call does not return")
+        if hung and allowed:
+            self._probe()
+        return allowed and not hung
+
+    def _probe(self) -> None:
+        """Make one lookup that no caller waits for. If it returns, the tier is used again."""
+
+        def look_up() -> None:
+            try:
+                self.store.lookup(self._probed, deadline=time.monotonic() + _PROBE_SECONDS)
+            except Exception as error:  # noqa: BLE001 - as in `attempt`
+                self._failed(error)
+                return
+            self._threads.forgive()
+            self._succeeded()
+
+        with contextlib.suppress(StoreError):
+            self.start(look_up)
+
+    def _failed(self, error: Exception, *, certain: bool = False) -> None:
+        with self._threads.lock:
+            opened = self.breaker.failed(certain=certain)
+        if opened:
+            self._log_opened(error.message if isinstance(error, StoreError) else type(error).__name__)
+        self.count_error(error)
+
+    def _log_opened(self, reason: str) -> None:
+        log.warning("tier %s is not used for now, after repeated errors: %s", self.label, reason)
+
+    def _succeeded(self) -> None:
+        if self.breaker.succeeded_again():
+            return
+        with self._threads.lock:
+            closed = self.breaker.succeeded()
+        if closed:
+            log.info("tier %s works again", self.label)
+
+    def count_error(self, error: Exception) -> None:
+        with self._threads.lock:
+            self.counters.errors[error.code if isinstance(error, StoreError) else type(error).__name__] += 1
+
+    def close(self) -> None:
+        """Close the store. If a call of it is hung, the store is closed when that is possible, and nothing waits for it."""
+        try:
+            if self._threads.hung:
+                self._threads.call(self.store.close, time.monotonic() + _CLOSE_SECONDS)
+            else:
+                self.store.close()
+        except StoreError as error:
+            self.count_error(error)
+        self._threads.stop()

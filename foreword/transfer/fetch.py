@@ -77,12 +77,15 @@ class _Fetch:
 
 
 class FetchClient:
-    """Sends requests on one connection and waits for their answers. Thread-safe."""
+    """Sends requests on one connection and waits for their answers. Thread-safe.
+
+    Each step on `_waiting` is one call of the dictionary, whose keys are bytes: no lock is needed. A request is entered before
+    it looks whether the connection has ended, and `fail` says so before it looks for requests: one of the two sees the other.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._waiting: dict[bytes, _Fetch] = {}
-        self._lock = threading.Lock()
         self._error: TransferError | None = None
 
     def locate(self, names: Sequence[bytes], deadline: float) -> int:
@@ -102,24 +105,21 @@ class FetchClient:
 
     def _request(self, message: Locate | Get, fetch: _Fetch, deadline: float) -> None:
         number = secrets.token_bytes(ID_BYTES)
-        with self._lock:
+        self._waiting[number] = fetch
+        try:
             if self._error is not None:
                 raise self._error
-            self._waiting[number] = fetch
-        try:
             self._channel.post(message, number)
             fetch.done.wait(max(deadline - time.monotonic(), 0))
             fetch.finish(TransferTimeout("the peer did not answer in time"))
             if fetch.error is not None:
                 raise fetch.error
         finally:
-            with self._lock:
-                self._waiting.pop(number, None)
+            self._waiting.pop(number, None)
 
     def got(self, received: Received) -> bool:
         """Handle an answer; False if it belongs to none of these requests. Raises ProtocolViolation."""
-        with self._lock:
-            fetch = self._waiting.get(received.head.transfer)
+        fetch = self._waiting.get(received.head.transfer)
         message = received.message
         if fetch is None:
             if isinstance(message, Located | Frames):
@@ -139,10 +139,8 @@ class FetchClient:
 
     def fail(self, error: TransferError) -> None:
         """The connection ended: every request fails."""
-        with self._lock:
-            self._error = error
-            waiting = list(self._waiting.values())
-        for fetch in waiting:
+        self._error = error
+        for fetch in self._waiting.copy().values():
             fetch.finish(error)
 
 
@@ -151,9 +149,12 @@ class FetchServer:
 
     Args:
         patience: seconds that one request may take.
+        lock: the endpoint's; held for assignments only.
     """
 
-    def __init__(self, service: TransferService, workers: BackgroundJobs, patience: float) -> None:
+    def __init__(
+        self, service: TransferService, workers: BackgroundJobs, patience: float, lock: threading.Condition
+    ) -> None:
         self._service = service
         self._workers = workers
         self._patience = patience
@@ -161,7 +162,7 @@ class FetchServer:
         self._waiting: dict[Channel, deque[tuple[bytes, Locate | Get]]] = {}
         self._busy: Counter[Channel] = Counter()
         self._open = 0  # requests that wait or are being answered
-        self._lock = threading.Lock()
+        self._lock = lock
 
     def serve(self, channel: Channel, transfer: bytes, message: Locate | Get) -> None:
         """Answer a request on another thread, or refuse it at once if there are too many."""

@@ -157,12 +157,12 @@ class TransferEndpoint:
         self._tls = TlsSettings(config)
         self._secrets = config.shared_secrets() or (SharedSecret(""),)
         timings = Timings(config.answer_timeout, config.progress_timeout, config.lease_seconds)
-        self._registry = TransferRegistry(self.service, timings, config.max_transfers)
-        self._workers = BackgroundJobs("transfer", most=None, threads=_WORKERS)
-        self._server = FetchServer(self.service, self._workers, config.progress_timeout)
-        # Guards the connections with their counts, and attempts to connect, for which threads wait. No call that may wait is
-        # made under it.
+        # Guards the connections with their counts, the transfers, peers' reads, and attempts to connect, for which threads
+        # wait. No call that may wait is made under it.
         self._lock = threading.Condition()
+        self._registry = TransferRegistry(self.service, timings, config.max_transfers, self._lock)
+        self._workers = BackgroundJobs("transfer", most=None, threads=_WORKERS)
+        self._server = FetchServer(self.service, self._workers, config.progress_timeout, self._lock)
         self._traffic = {name: LinkTraffic(self._lock) for name in LINKS}
         self._connections: list[Connection] = []
         self._dialing: set[str] = set()

@@ -423,12 +423,13 @@ class TransferRegistry:
     Args:
         service: is notified of the transfers.
         limit: transfers in progress at a time.
+        lock: the endpoint's; held for assignments only.
     """
 
-    def __init__(self, service: TransferService, timings: Timings, limit: int) -> None:
+    def __init__(self, service: TransferService, timings: Timings, limit: int, lock: threading.Condition) -> None:
         self.service, self.timings = service, timings
         self._limit = limit
-        self._lock = threading.Lock()
+        self._lock = lock
         self._sides: dict[bytes, TransferSide] = {}
         self._taken: OrderedDict[bytes, float] = OrderedDict()
         self._next_query: dict[bytes, float] = {}

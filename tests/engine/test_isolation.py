@@ -17,12 +17,11 @@ from scripted import ScriptedRunner, make_core
 
 import foreword
 from foreword.blocks.retention import Retention
-from foreword.blocks.salt import NO_SALT
+from foreword.blocks.salt import tenant_digest
 from foreword.engine import loop
 from foreword.engine.loop import EngineCore
 from foreword.engine.prompt_leases import EngineLeases
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.entrypoints.cache_requests import release
 from foreword.entrypoints.llm import LLM
 from foreword.events import Event, RequestBroken
 from foreword.request_errors import RequestFailed
@@ -139,7 +138,8 @@ def sabotage(make: Callable[[], EngineCore], *, every: bool = False, of: tuple[s
         assert core.scheduler.num_admitted == 0
         again = run(core, asked("victim"))
         assert text(again["victim"]) == text(whole["victim"]), calls[nth]
-        release(core, None, NO_SALT)
+        book, tenant = core.leases.book, tenant_digest(b"")
+        book.release(tenant, [one.key for one in book.of(tenant)])
         core.leases.settle()
         core.cache.check()
         # A retention that is cut in half may leave the blocks of its 8 tokens pinned; nothing else is lost.

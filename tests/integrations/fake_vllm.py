@@ -25,8 +25,7 @@ class MemoryStorage:
 
     budget_bytes = 1000
 
-    def __init__(self, module: Any) -> None:
-        self._pinned_blocks = module.PinnedBlocks
+    def __init__(self) -> None:
         self.pinned: list[Sequence[int]] = []
         self.pins = SimpleNamespace(needed=[])
 
@@ -45,9 +44,9 @@ class MemoryStorage:
     def remove(self, name: str, salt: bytes) -> None:
         pass
 
-    def pin(self, tokens: Sequence[int], salt: Salt) -> Any:
+    def pin(self, tokens: Sequence[int], salt: Salt) -> tuple[int, bool]:
         self.pinned.append(tokens)
-        return self._pinned_blocks(len(tokens), True)
+        return len(tokens), True
 
     def unpin(self, tokens: Sequence[int], salt: bytes) -> None:
         self.pinned.remove(tuple(tokens))
@@ -159,7 +158,7 @@ class FakeVllm:
 
 def routes_before(vllm: Callable[[str], Any], fake: FakeVllm) -> tuple[Any, Any]:
     """The middleware's routes before those of a fake vLLM, and its prefixes."""
-    storage = MemoryStorage(vllm("vllm_middleware.prefix_storage"))
+    storage = MemoryStorage()
     inner = vllm("vllm_middleware.vllm_prefixes").InnerServer(fake.app, fake.app, None)
     prefixes, middleware = (
         vllm("vllm_middleware.vllm_prefixes").VllmPrefixes(storage, inner),

@@ -70,7 +70,7 @@ def test_events_say_nothing_of_the_tiers(
     vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """KV events are a setting of vLLM: without the extras the server starts, and a warning says what they lack."""
-    parts = vllm("extra_parts")
+    parts = vllm("connector_extras")
     tiers = [(Reach.PROCESS, "memory")]
     assert parts.tier_events(tiers, [1], [16]).take() == []
     monkeypatch.setitem(sys.modules, f"{EXTRAS}.tier_events", None)
@@ -83,7 +83,7 @@ def test_wishes_are_refused(vllm: Callable[[str], Any], monkeypatch: pytest.Monk
     """Without the extras a request that wants to keep its prompt, or names its session, is computed, and the answers to both
     say what to install, in the form that the extras give them."""
     monkeypatch.setitem(sys.modules, f"{EXTRAS}.control", None)
-    control = vllm("control_extra").engine_control(None, TieredStore([]))
+    control = vllm("connector_extras").engine_control(None, TieredStore([]))
     params = {"foreword_cache": [{"end": 16}], "foreword_session": {"id": "one"}}
     state = SimpleNamespace(request=SimpleNamespace(kv_transfer_params=params))
     answers = control.ended(state, NO_SALT, ())

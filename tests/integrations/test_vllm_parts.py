@@ -408,17 +408,16 @@ def test_statistics_of_two_processes(vllm: Callable[[str], Any]) -> None:
     looked = {"lookups\tdisk\tabsent": 3, "request_lookups\ttoo_small": 1, "request_lookup_tokens\ttoo_small": 7}
     assert looked.items() <= total.data["counts"].items() and not any("found" in one for one in total.data["counts"])
     assert total.data["states"] == {"scheduler": {"disk": "ok"}, "worker 0": {"disk": "suspended"}}
-    found = metrics.FoundCounts()
-    for end, tokens in ((metrics.FoundEnd.LOADED, 96), (metrics.FoundEnd.CUT, 32), (metrics.FoundEnd.LOADED, 32)):
-        found.note(end, tokens)
-    more = metrics.ForewordStats()
-    more.data["counts"] = found.take()
-    found.note(metrics.FoundEnd.CUT, 0)
-    assert found.take() == {}, "each is reported once"
-    total.aggregate(more)
+    declared = vllm("connector_counts")
+    counts, end = declared.ConnectorCounts(unsafe_requests=2), declared.FoundEnd
+    for why, tokens in ((end.LOADED, 96), (end.CUT, 32), (end.LOADED, 32), (end.RESET, 0)):
+        counts.note_found(why, tokens)
+    total.aggregate(metrics.ForewordStats().count(counts))
+    assert metrics.ForewordStats().count(declared.ConnectorCounts()).is_empty()
     line = total.reduce()
     assert (line["lookups too_small"], line["disk in worker 0"], line["mean load ms"]) == (1, "suspended", 500.0)
-    assert (line["found tokens loaded"], line["found tokens cut"]) == (128, 32)
+    assert (line["found tokens loaded"], line["found tokens cut"], line["unsafe_requests"]) == (128, 32, 2)
+    assert "found tokens reset" not in line and "found_prefixes\treset" not in total.data["counts"]
     assert json.loads(json.dumps(total.data)) == total.data, "vLLM sends it between processes"
     for one, store in zip(lookups, stores, strict=True):
         one.close()

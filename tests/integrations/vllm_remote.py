@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 from vllm_case import WITHIN, Engine, Gate, loaded, make_llm, metrics, scheduler_of, wait_for_files, worker_of
@@ -128,7 +129,7 @@ class Served:
         found["address"] = self.worker.handshake.peers
         leases = self.worker._leases
         if leases is not None:
-            found.update(leases.counts, leased=leases.status().device, shared=leases.status().memory)
+            found.update(asdict(leases.counts), leased=leases.status().device, shared=leases.status().memory)
         tiers = self.worker.offload.store.tiers
         return {**found, "read": [tier.counters.hit_blocks for tier in tiers]}
 

@@ -1,4 +1,4 @@
-"""A server that speaks the part of the Kubernetes API that discovery uses: list and watch of EndpointSlices, over TLS.
+"""A server that speaks the part of the Kubernetes API that is used: list and watch of EndpointSlices and objectives, over TLS.
 
 It keeps a history of changes with resource versions, answers 410 Gone for versions that it has forgotten, sends pages and
 bookmarks, and checks the token. No cluster is needed; what a real API server does beyond its documentation is not here.
@@ -37,15 +37,26 @@ def endpoint_slice(name: str, port: int, *endpoints: dict[str, Any], family: str
     }
 
 
-class KubernetesApi:
-    """The server. `folder` has its `ca.crt` and the `token` that it accepts, as a pod's service account has."""
+def objectives_path(group: str) -> str:
+    return f"/apis/{group}/namespaces/llm/inferenceobjectives"
 
-    def __init__(self, loop: Loop, folder: Path) -> None:
+
+def objective(name: str, pool: str = "llama", **spec: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": "llm"}, "spec": {"poolRef": {"name": pool}, **spec}}
+
+
+class KubernetesApi:
+    """The server. `folder` has its `ca.crt` and the `token` that it accepts, as a pod's service account has. `kinds`: paths of
+    the objects that it has."""
+
+    def __init__(self, loop: Loop, folder: Path, *kinds: str) -> None:
         self._loop = loop
         self.folder = folder
         self.version = 100
-        self.slices: dict[str, dict[str, Any]] = {}
-        self.history: list[tuple[int, dict[str, Any]]] = []
+        self.objects: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in kinds or (PATH,)}
+        self.slices = self.objects.get(PATH, {})
+        # Versions, kinds and events.
+        self.history: list[tuple[int, str, dict[str, Any]]] = []
         # Changes up to this version are forgotten.
         self.oldest = 0
         self.token = ""
@@ -61,7 +72,7 @@ class KubernetesApi:
 
     async def _start(self) -> str:
         app = web.Application()
-        app.router.add_get(PATH, self._get)
+        app.router.add_get("/apis/{rest:.*}", self._get)
         app.router.add_patch("/api/v1/namespaces/llm/pods/{name}", self._patch)
         runner = web.AppRunner(app)
         await runner.setup()
@@ -75,15 +86,16 @@ class KubernetesApi:
         self.token = token
         (self.folder / "token").write_text(f"{token}\n")
 
-    def put(self, one: dict[str, Any]) -> None:
-        self._loop.call(lambda: self._change("MODIFIED" if one["metadata"]["name"] in self.slices else "ADDED", one))
+    def put(self, one: dict[str, Any], kind: str = PATH) -> None:
+        known = self.objects[kind]
+        self._loop.call(lambda: self._change("MODIFIED" if one["metadata"]["name"] in known else "ADDED", one, kind))
 
-    def delete(self, name: str) -> None:
-        self._loop.call(lambda: self._change("DELETED", self.slices[name]))
+    def delete(self, name: str, kind: str = PATH) -> None:
+        self._loop.call(lambda: self._change("DELETED", self.objects[kind][name], kind))
 
-    def send(self, event: dict[str, Any]) -> None:
+    def send(self, event: dict[str, Any], kind: str = PATH) -> None:
         """An event to all who watch, without a change."""
-        self._loop.call(lambda: self._add(event))
+        self._loop.call(lambda: self._add(event, kind))
 
     def close_watches(self) -> None:
         self._loop.call(self._close)
@@ -97,18 +109,19 @@ class KubernetesApi:
         for one in self._writers:
             one.cancel()
 
-    def _change(self, kind: str, one: dict[str, Any]) -> None:
+    def _change(self, change: str, one: dict[str, Any], kind: str) -> None:
         self.version += 1
         one = {**one, "metadata": {**one["metadata"], "resourceVersion": str(self.version)}}
-        if kind == "DELETED":
-            del self.slices[one["metadata"]["name"]]
+        if change == "DELETED":
+            del self.objects[kind][one["metadata"]["name"]]
         else:
-            self.slices[one["metadata"]["name"]] = one
-        self._add({"type": kind, "object": one})
+            self.objects[kind][one["metadata"]["name"]] = one
+        self._add({"type": change, "object": one}, kind)
 
-    def _add(self, event: dict[str, Any]) -> None:
-        self.history.append((self.version, event))
-        self._changed.set()
+    def _add(self, event: dict[str, Any], kind: str) -> None:
+        self.history.append((self.version, kind, event))
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     # The API
 
@@ -117,7 +130,9 @@ class KubernetesApi:
             return _status(401, "Unauthorized")
         if self.refusing:
             return _status(self.refusing, "refused")
-        if request.query["labelSelector"] != "kubernetes.io/service-name=vllm":
+        if request.path not in self.objects:
+            return _status(404, "the server could not find the requested resource")
+        if request.path == PATH and request.query["labelSelector"] != "kubernetes.io/service-name=vllm":
             return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": None})
         return await (self._watch(request) if request.query.get("watch") else self._list(request))
 
@@ -140,11 +155,11 @@ class KubernetesApi:
         """Pages of two, whatever larger limit was asked for."""
         self.lists += 1
         first = int(request.query.get("continue", "0"))
-        found = list(self.slices.values())
+        found = list(self.objects[request.path].values())
         metadata = {"resourceVersion": str(self.version)}
         if len(found) > first + 2:
             metadata["continue"] = str(first + 2)
-        body = {"kind": "EndpointSliceList", "metadata": metadata, "items": found[first : first + 2]}
+        body = {"kind": "List", "metadata": metadata, "items": found[first : first + 2]}
         return web.json_response(body)
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
@@ -159,15 +174,15 @@ class KubernetesApi:
         response = web.StreamResponse(headers={"content-type": "application/json"})
         try:
             await response.prepare(request)
-            sent = next((at for at, (version, _) in enumerate(self.history) if version > since), len(self.history))
+            sent = next((at for at, (version, *_) in enumerate(self.history) if version > since), len(self.history))
             while True:
-                for _, event in self.history[sent:]:
-                    await response.write(json.dumps(event).encode() + b"\n")
-                sent = len(self.history)
-                bookmark = {"kind": "EndpointSlice", "metadata": {"resourceVersion": str(self.version)}}
+                changed, bookmark = self._changed, {"metadata": {"resourceVersion": str(self.version)}}
+                events, sent = self.history[sent:], len(self.history)
+                for _, kind, event in events:
+                    if kind == request.path:
+                        await response.write(json.dumps(event).encode() + b"\n")
                 await response.write(json.dumps({"type": "BOOKMARK", "object": bookmark}).encode() + b"\n")
-                self._changed.clear()
-                await self._changed.wait()
+                await changed.wait()
         except asyncio.CancelledError:
             task.uncancel()
             await response.write_eof()

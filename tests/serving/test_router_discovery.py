@@ -10,7 +10,8 @@ from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig
 from foreword.router.discovery import configured_replicas
 from foreword.router.replicas import ReplicaSpec, parse_spec
-from foreword.router_extras.kubernetes import ApiServer, EndpointSlice, ServiceSpec
+from foreword.router_extras.kubernetes import EndpointSlice, ServiceSpec
+from foreword.router_extras.kubernetes_watch import ApiServer
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from router_parts import Loop, RouterThread
 from shared_server import until
 from test_router_faults import Scripted
 
-from foreword.router_extras.kubernetes import ApiServer, EndpointSlice, ServiceSpec
+from foreword.router_extras.kubernetes import EndpointSlice, ServiceSpec
+from foreword.router_extras.kubernetes_watch import ApiServer
 from foreword.router_extras.pod_costs import ANNOTATION, PodCosts
 
 READY = endpoint("127.0.0.1", ready=True, serving=True, terminating=False)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -105,3 +108,65 @@ def test_what_a_hung_worker_has_not_done() -> None:
         until(lambda: httpx.get(path, headers=ALICE).status_code == 200)
         until(lambda: f"worker 1: replica {eraser.url} drained" in router.text)
         assert eraser.asked == 1
+
+
+class Workers:
+    """Two workers that wait, and their supervisor, with a temporary folder."""
+
+    def __init__(self, folder: Path) -> None:
+        script = """
+import logging, os, signal, sys
+from foreword.router_extras.workers.supervisor import Supervisor
+logging.basicConfig(level=logging.INFO)
+def serve(seat):
+    os.write(1, f"{os.getpid()} {seat.folder}\\n".encode())
+    signal.pause()
+sys.exit(Supervisor(2, serve).run())
+"""
+        environ = {**os.environ, "TMPDIR": str(folder)}
+        self.popen = subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE, text=True)
+        assert self.popen.stdout is not None
+        lines = [self.popen.stdout.readline().split() for _ in range(2)]
+        self.processes, [self.folder] = [int(one) for one, _ in lines], {Path(own) for _, own in lines}
+
+    def end(self) -> None:
+        self.popen.terminate()
+        assert self.popen.wait(60) == 0
+
+    def kill(self) -> None:
+        """Kill the supervisor, which leaves its workers as they are."""
+        self.popen.kill()
+        self.popen.wait(60)
+
+
+def kill(process: int) -> None:
+    """Kill an orphan, and wait until it has ended."""
+    with open(os.pidfd_open(process)) as ended:
+        os.kill(process, signal.SIGKILL)
+        assert select.select([ended], [], [], 60)[0]
+
+
+def test_what_a_killed_router_leaves(tmp_path: Path) -> None:
+    """The folder of a router that was killed with all its workers is removed at the next start. That of a router of which any
+    process runs stays, and so does what is no such folder."""
+    (tmp_path / "foreword-workers-of-an-earlier-version").mkdir()
+    (tmp_path / "foreword-workers-file").write_text("")
+    others = set(tmp_path.iterdir())
+
+    def left() -> set[Path]:
+        return set(tmp_path.iterdir()) - others
+
+    living, killed = Workers(tmp_path), Workers(tmp_path)
+    killed.kill()
+    first, second = killed.processes
+    kill(first)
+    following = Workers(tmp_path)
+    assert left() == {living.folder, killed.folder, following.folder}
+    following.end()
+    kill(second)
+    assert left() == {living.folder, killed.folder}
+    last = Workers(tmp_path)
+    assert left() == {living.folder, last.folder}
+    last.end()
+    living.end()
+    assert not left() and others == set(tmp_path.iterdir())

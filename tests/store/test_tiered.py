@@ -7,20 +7,24 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from foreword.conformance import Fault, FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
-from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
+from foreword.errors import StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
 from foreword.store.base import Name, Store
 from foreword.store.disk.files import RecordFiles
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier import Outcome
+from foreword.store.tier_admission import AdmissionRule
 from foreword.store.tier_counters import Rate
-from foreword.store.tier_threads import CircuitBreaker, TierCall
+from foreword.store.tier_threads import CircuitBreaker, StoreGuard, TierCall
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import loss_of, open_store, parse
+from foreword.store.wrappers import StoreWrapper
 
 PAYLOAD = 1000
 
@@ -76,6 +80,81 @@ class TestContract(StoreContract):
         store.close()
         assert store.lookup(names_of(frames), deadline=soon()) == 0
         assert read(store, frames) == [None] * 3
+
+
+def blocking(size: int = 64 << 20) -> Store:
+    """A store in memory whose calls are made on threads, as those of a disk are."""
+    store = MemoryStore(size)
+    store.blocking = True
+    return store
+
+
+class TestContractOnThreads(TestContract):
+    """So does one whose tier makes its calls on threads."""
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        store = TieredStore([blocking()])
+        yield store
+        store.close()
+
+
+class TestContractWithARule(TestContract):
+    """So does one whose tier has a rule, as long as that takes every block at once."""
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        store = TieredStore([blocking()], rules=[AdmissionRule("every")])
+        yield store
+        store.close()
+
+
+class Guarded(StoreWrapper):
+    """A store whose calls a guard makes, and which does nothing else."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.guard = StoreGuard(inner)
+
+    def _made(self, name: str, *args: Any, deadline: float, **more: Any) -> Any:
+        return self.guard.ask(lambda: getattr(self.inner, name)(*args, deadline=deadline, **more), deadline)
+
+    def close(self) -> None:
+        self.guard.close()
+
+
+BLOCKS, RECORDS = (
+    ("lookup", "present", "get", "put", "delete", "pin"),
+    ("put_record", "get_record", "delete_record", "records"),
+)
+for each in (*BLOCKS, *RECORDS):
+    setattr(Guarded, each, partialmethod(Guarded._made, each))
+
+
+class TestContractOfAGuard(StoreContract):
+    """A store whose calls are made by a guard alone fulfills the contract, except that calls are not made for a while after
+    several that failed."""
+
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        store = Guarded(blocking())
+        yield store
+        store.close()
+
+    def test_a_passed_deadline(self, store: Store) -> None:
+        """A call after its deadline raises StoreTimeout and changes nothing."""
+        frames = make_frames(1, 3, PAYLOAD)
+        put_all(store, frames)
+        with pytest.raises(StoreTimeout):
+            store.delete(names_of(frames), deadline=time.monotonic() - 1.0)
+        assert isinstance(store, Guarded) and store.inner.lookup(names_of(frames), deadline=soon()) == 3
+
+    def test_a_closed_store(self, store: Store) -> None:
+        """After close (which may be called twice) a call raises StoreUnavailable."""
+        store.close()
+        store.close()
+        with pytest.raises(StoreUnavailable):
+            store.records("", deadline=soon())
 
 
 def test_each_block_from_the_fastest_tier(tiers: Tiers) -> None:

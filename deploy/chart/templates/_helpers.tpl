@@ -21,6 +21,17 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 {{- end }}
 
+{{- /* The InferencePool whose objectives the picker follows, as NAMESPACE/NAME; empty without one. */}}
+{{- define "foreword.objectives" -}}
+{{- with .Values.picker }}
+{{- if and .enabled .objectives }}
+{{- .objectives }}
+{{- else if and .enabled .inferencePool.create }}
+{{- printf "%s/%s" $.Release.Namespace $.Release.Name }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* The kubelet's variables for Services of the namespace look like this program's and vLLM's own: FOREWORD_ROUTER_PORT,
 VLLM_PORT. Argument: further fields of the pod. */}}
 {{- define "foreword.serviceLinks" -}}

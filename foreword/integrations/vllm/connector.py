@@ -35,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
+from foreword.integrations.vllm.connector_counts import ConnectorCounts
 from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
 from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook, quick
 from foreword.integrations.vllm.give_back import give_back
@@ -417,9 +418,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._reported:
             return None
         self._reported = True
-        stats = ForewordStats()
-        stats.data["counts"]["degraded"] = 1
-        return stats
+        return ForewordStats().count(ConnectorCounts(degraded=1))
 
     @quick
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

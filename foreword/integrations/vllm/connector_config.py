@@ -15,7 +15,7 @@ from foreword.blocks.resume import GroupKind, alignment
 from foreword.blocks.salt import Salt
 from foreword.config_layers import build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
-from foreword.integrations.vllm.extra_parts import check_usage, portable_layout
+from foreword.integrations.vllm.connector_extras import check_usage, portable_layout, transfer_extra
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
 from foreword.integrations.vllm.namespace import (
     base_digest,
@@ -25,7 +25,6 @@ from foreword.integrations.vllm.namespace import (
     settings_digest,
     trusted,
 )
-from foreword.integrations.vllm.transfer_extra import transfer_extra
 from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.direct_extra import direct_extra
 from foreword.offload.search import StoredGroup

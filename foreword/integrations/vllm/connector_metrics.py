@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from foreword.errors import StoreError
+from foreword.integrations.vllm.connector_counts import METRICS, ConnectorCounts
 from foreword.integrations.vllm.degraded import statistic
-from foreword.offload.counters import LookupCounts, OffloadStatus
+from foreword.offload.counters import OffloadStatus
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.manager import OffloadManager
 from foreword.offload.policy import LoadCosts
-from foreword.store.series import Series, series_of
-from foreword.store.tier_counters import TierCounters, TierState
+from foreword.store.series import series_of
+from foreword.store.tier_counters import TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import labels_of
 
@@ -31,54 +32,6 @@ if TYPE_CHECKING:
     from foreword.integrations.vllm_extras.interfaces import InstanceLeases
 
 REPORT_SECONDS: Final = 0.1
-
-
-class FoundEnd(StrEnum):
-    """The end of tokens that a lookup has found.
-
-    Attributes:
-        LOADED: they were loaded.
-        SLOWER: computing them is faster than loading.
-        CUT: their load ended before them: it was slow, a block was gone or damaged, or the load was refused.
-        ENDED: their request ended first.
-        REPEATED: vLLM scheduled their request anew, and it was looked up once more.
-        RESET: the weights or vLLM's cache were reset first.
-    """
-
-    LOADED = "loaded"
-    SLOWER = "slower"
-    CUT = "cut"
-    ENDED = "ended"
-    REPEATED = "repeated"
-    RESET = "reset"
-
-
-def _labels(series: Series) -> dict[str, Sequence[str]]:
-    return dict.fromkeys(series.labels(engine=True), series.values)
-
-
-_OF_TIERS: Final = series_of(TierCounters)
-_OF_REQUESTS: Final = series_of(LookupCounts)
-_QUEUED, *_OF_LOADS = series_of(OffloadStatus)
-# Counters by name: text, and labels after vLLM's own with those values that are shown from the start (tiers are configured).
-_COUNTERS: Final[dict[str, tuple[str, dict[str, Sequence[str]]]]] = {
-    **{one.engine: (one.text, {"tier": (), **_labels(one)}) for one in _OF_TIERS},
-    **{one.engine: (one.text, _labels(one)) for one in (*_OF_REQUESTS, *_OF_LOADS)},
-    **{
-        name: (text, {"outcome": tuple(FoundEnd)})
-        for name, text in (
-            ("found_prefixes", "Prefixes that lookups found, by what became of them; one that was cut counts twice."),
-            ("found_tokens", "Tokens of prefixes that lookups found: those loaded, and the rest by the reason."),
-        )
-    },
-    "loads": ("Loads of a request's prefix that have ended.", {}),
-    "degraded": ("Sides of the connector that stopped after an error. No KV is saved or loaded; vLLM serves on.", {}),
-    "unsafe_requests": ("Requests whose KV was not saved because vLLM computes it wrongly beside adapters.", {}),
-    "leases": ("Prompts whose blocks were kept for a decode instance.", {}),
-    "leases_unread": ("Prompts whose blocks were kept and that no instance read.", {}),
-    "lent_blocks": ("Blocks that other instances read from leases.", {}),
-    "shared_blocks": ("Blocks that other instances read from memory tiers.", {}),
-}
 # In the keys of `counts`, between the name of a counter and the values of its labels.
 _NEXT: Final = "\t"
 # In vLLM's log line, with those that have no labels.
@@ -88,23 +41,6 @@ _IN_LOG: Final = (
 )
 _GOOD: Final = (TierState.OK, TierState.HOLDING)
 _LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-
-
-class FoundCounts:
-    """Counts what became of what lookups have found. Called from the engine's thread only."""
-
-    def __init__(self) -> None:
-        self._counts: dict[str, float] = {}
-
-    def note(self, end: FoundEnd, tokens: int) -> None:
-        """Tokens of one request."""
-        if tokens > 0:
-            _add(self._counts, {f"found_prefixes{_NEXT}{end.value}": 1, f"found_tokens{_NEXT}{end.value}": tokens})
-
-    def take(self) -> dict[str, float]:
-        """Statistics since the last call."""
-        counts, self._counts = self._counts, {}
-        return counts
 
 
 @dataclasses.dataclass
@@ -125,6 +61,11 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.data = {"counts": {}, "queued": {}, "states": {}, "fixed": {}, "load_seconds": [], "fingerprint": ""}
+
+    def count(self, counts: ConnectorCounts) -> Self:
+        """Add what a side has counted; returns these statistics."""
+        _add(self.data["counts"], _amounts(counts))
+        return self
 
     @statistic(lambda *_: False)
     def is_empty(self) -> bool:
@@ -151,7 +92,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
             elif name in _IN_LOG:
                 said = name.removeprefix("request_").replace("bytes", "MB").replace("_", " ")
                 shown = round(amount / 1e6, 1) if said.endswith("MB") else amount
-                found[f"{labels[0]} {said}" if "tier" in _COUNTERS[name][1] else f"{said} {labels[0]}"] = shown
+                found[f"{labels[0]} {said}" if "tier" in METRICS[name].labels else f"{said} {labels[0]}"] = shown
         for process, states in self.data["states"].items():
             found.update({f"{label} in {process}": state for label, state in states.items() if state not in _GOOD})
         seconds = self.data["load_seconds"]
@@ -220,13 +161,15 @@ class StatsReader:
         status = OffloadStatus(declined=self._costs.declined, too_small=self._costs.too_small)
         if self._offload is not None:
             status = self._offload.status()
-        counts = {**_amounts(_OF_REQUESTS, requests), **_amounts(_OF_LOADS, status), **_of_leases(self._leases)}
+        counts = {**_amounts(requests), **_amounts(status)}
+        if self._leases is not None:
+            counts.update(_amounts(self._leases.counted()))
         for tier in tiers:
-            counts.update(_amounts(_OF_TIERS, tier.counters, tier.label))
+            counts.update(_amounts(tier.counters, tier.label))
         more = {name: amount - self._counts.get(name, 0) for name, amount in counts.items()}
         more = {name: amount for name, amount in more.items() if amount}
         if load_seconds:
-            more["loads"] = len(load_seconds)
+            more.update(_amounts(ConnectorCounts(loads=len(load_seconds))))
         states = {one.label: one.state.value for one in tiers}
         fixed = self._costs.fixed.measured
         if not more and (fixed, status.queued, states) == (self._fixed, self._queued, self._states):
@@ -250,20 +193,19 @@ class StatsReader:
             self._costs.declined,
             self._costs.fixed.measured,
             None if offload is None else offload.stamp,
-            _of_leases(self._leases),
+            None if self._leases is None else self._leases.counted(),
         )
 
 
-def _amounts(of: Iterable[Series], counters: object, *labels: str) -> dict[str, float]:
+def _amounts(counters: Any, *labels: str) -> dict[str, float]:
+    """Amounts of counters, those that are 0 left out, by the keys of `counts`."""
     return {
         _NEXT.join((one.engine, *labels, *values)): amount
-        for one in of
+        for one in series_of(counters.__class__)
+        if one.kind == "counter"
         for values, amount in one.amounts(counters, engine=True).items()
+        if amount
     }
-
-
-def _of_leases(leases: InstanceLeases | None) -> Mapping[str, float]:
-    return leases.counted() if leases is not None else {}
 
 
 class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -271,65 +213,52 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
-            name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, *labels])
-            for name, (text, labels) in _COUNTERS.items()
+        makers = {
+            "counter": self._counter_cls,
+            "gauge": partial(self._gauge_cls, multiprocess_mode="mostrecent"),
+            "histogram": partial(self._histogram_cls, buckets=_LOAD_BUCKETS),
         }
-
-        def gauge(name: str, text: str, *labels: str) -> Any:
-            names, mode = [*labelnames, *labels], "mostrecent"
-            return self._gauge_cls(
-                name=f"vllm:foreword_{name}", documentation=text, labelnames=names, multiprocess_mode=mode
+        self._shown = {
+            name: makers[one.kind](
+                name=f"vllm:foreword_{name}", documentation=one.text, labelnames=[*labelnames, *one.labels]
             )
-
-        states = "1 for the state that a tier has in a process, 0 for the others."
-        self._states = gauge("tier_state", states, "tier", "process", "state")
-        fixed = "Seconds that a load takes however small it is, measured: what saves less is computed."
-        self._fixed = gauge("load_fixed_seconds", fixed, "tier")
-        self._queued = gauge("queued_blocks", _QUEUED.text, "rank")
-        model = "1 for the weights that are served, 0 for those that were replaced in place."
-        self._models = gauge("model_info", model, "fingerprint")
-        self._seconds = self._histogram_cls(
-            name="vllm:foreword_load_seconds",
-            documentation="Seconds from the step that starts a request's load to the step that sees its end.",
-            buckets=_LOAD_BUCKETS,
-            labelnames=labelnames,
-        )
+            for name, one in METRICS.items()
+        }
         self._fingerprints: dict[int, str] = {}
         for values in per_engine_labelvalues.values():
             self._start(values, _tiers_of(vllm_config))
 
     def _start(self, values: Sequence[object], tiers: Sequence[str]) -> None:
         """Show what is counted from the start, with 0."""
-        self._seconds.labels(*values)
-        for name, (_, labels) in _COUNTERS.items():
-            for known in product(*(tiers if label == "tier" else given for label, given in labels.items())):
-                self._counters[name].labels(*values, *known)
+        for name, one in METRICS.items():
+            given = (tiers if label == "tier" else known for label, known in one.labels.items())
+            for known in product(*given) if one.kind != "gauge" else ():
+                self._shown[name].labels(*values, *known)
 
     @statistic(lambda *_, **__: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         for key, amount in transfer_stats_data["counts"].items():
             name, *labels = key.split(_NEXT)
-            self._counters[name].labels(*values, *labels).inc(amount)
+            self._shown[name].labels(*values, *labels).inc(amount)
         for process, states in transfer_stats_data["states"].items():
             for label, state in states.items():
                 for one in TierState:
-                    self._states.labels(*values, label, process, one.value).set(float(one == state))
+                    self._shown["tier_state"].labels(*values, label, process, one.value).set(float(one == state))
         for seconds in transfer_stats_data["load_seconds"]:
-            self._seconds.labels(*values).observe(seconds)
+            self._shown["load_seconds"].labels(*values).observe(seconds)
         for rank, queued in transfer_stats_data["queued"].items():
-            self._queued.labels(*values, rank).set(queued)
+            self._shown["queued_blocks"].labels(*values, rank).set(queued)
         for label, seconds in transfer_stats_data.get("fixed", {}).items():
-            self._fixed.labels(*values, label).set(seconds)
+            self._shown["load_fixed_seconds"].labels(*values, label).set(seconds)
         if transfer_stats_data.get("fingerprint"):
             self._show_model(values, transfer_stats_data["fingerprint"], engine_idx)
 
     def _show_model(self, values: Sequence[object], fingerprint: str, engine: int) -> None:
         before = self._fingerprints.get(engine, fingerprint)
         self._fingerprints[engine] = fingerprint
-        self._models.labels(*values, before).set(0.0)
-        self._models.labels(*values, fingerprint).set(1.0)
+        self._shown["model_info"].labels(*values, before).set(0.0)
+        self._shown["model_info"].labels(*values, fingerprint).set(1.0)
 
 
 def _tiers_of(vllm_config: Any) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from foreword.blocks.layout import Layout
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.transfer_extra import opened_by, transfer_extra
+from foreword.integrations.vllm.connector_extras import opened_by, transfer_extra
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
 from foreword.store.base import Store

@@ -16,10 +16,16 @@ from foreword.blocks.checkpoints import ReplacedCheckpoints
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.connector_metrics import ForewordStats, FoundCounts, FoundEnd, StatsReader
-from foreword.integrations.vllm.control_extra import engine_control
+from foreword.integrations.vllm.connector_counts import ConnectorCounts, FoundEnd
+from foreword.integrations.vllm.connector_extras import (
+    Handoffs,
+    engine_control,
+    tier_events,
+    transfer_extra,
+    usage_notes,
+)
+from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.due_requests import DueRequests
-from foreword.integrations.vllm.extra_parts import tier_events, usage_notes
 from foreword.integrations.vllm.rank_stores import StoreLookup
 from foreword.integrations.vllm.request_identity import RequestIdentity, framed, request_identities, salt_of
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
@@ -30,7 +36,6 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.transfer_extra import Handoffs, transfer_extra
 from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
 from foreword.integrations.vllm.worker_side import (
     MEASURED_TOKENS,
@@ -86,7 +91,6 @@ class ForewordConnectorScheduler:
         self._spoils_base = info.config.lora_config is not None and adapters_spoil_base()
         self._adapted: set[str] = set()  # requests with an adapter
         self._spoilt = False  # vLLM's own cache may have wrong KV of requests without an adapter
-        self._unsafe = 0  # requests whose KV is not saved for that, since the last report
         self._replaced = ReplacedCheckpoints()
         self._to_delete: list[tuple[int, bytes, bytes]] = []
         self._events_until = 0.0
@@ -105,7 +109,7 @@ class ForewordConnectorScheduler:
         self._stores = stores
         stores.costs.fixed.first = _FIRST_FIXED_SECONDS
         stores.costs.fixed.first_tokens = MEASURED_TOKENS
-        self._found = FoundCounts()
+        self._counts = ConnectorCounts()  # since the last report
         self._published_salt: bytes | None = None  # of the version of the weights that was reported
         own = self._lookup
         self.stats = None if own is None else StatsReader("scheduler", own.store, own.lookups, own.costs)
@@ -362,7 +366,7 @@ class ForewordConnectorScheduler:
                 self._keep_unsaved(state)
 
     def _keep_unsaved(self, state: RequestState) -> None:
-        self._unsafe += state.saves
+        self._counts.unsafe_requests += state.saves
         self.news = True
         state.saves = False
 
@@ -532,7 +536,7 @@ class ForewordConnectorScheduler:
             self._note_found(state, why, tokens)
 
     def _note_found(self, state: RequestState, end: FoundEnd, tokens: int) -> None:
-        self._found.note(end, tokens)
+        self._counts.note_found(end, tokens)
         state.awaited -= tokens
         self.news = True
 
@@ -652,13 +656,9 @@ class ForewordConnectorScheduler:
         if self._version.salt != self._published_salt:
             found = found or ForewordStats()
             found.data["fingerprint"], self._published_salt = self._fingerprint, self._version.salt
-        if self._unsafe:
-            found = found or ForewordStats()
-            found.data["counts"]["unsafe_requests"], self._unsafe = self._unsafe, 0
-        ends = self._found.take()
-        if ends:
-            found = found or ForewordStats()
-            found.data["counts"].update(ends)
+        counts, self._counts = ForewordStats().count(self._counts), ConnectorCounts()
+        if not counts.is_empty():
+            found = counts if found is None else found.aggregate(counts)
         return found
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:

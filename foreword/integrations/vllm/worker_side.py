@@ -21,9 +21,8 @@ from foreword import __version__
 from foreword.blocks.layout import Layout, block_names
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.connector_extras import opened_by, retire, tier_watch, transfer_extra
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
-from foreword.integrations.vllm.control_extra import retire
-from foreword.integrations.vllm.extra_parts import tier_watch
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.late_saves import LateSaves
@@ -45,7 +44,6 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.transfer_extra import opened_by, transfer_extra
 from foreword.integrations.vllm.weight_changes import follow_loads
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.device import follow_stream

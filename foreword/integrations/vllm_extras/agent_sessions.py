@@ -19,7 +19,7 @@ from foreword.blocks.session_book import Alone, SessionBook
 from foreword.decoders import convert
 from foreword.errors import BadRequest, ForewordError
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
-from foreword.integrations.vllm.control_extra import SESSION_KEY
+from foreword.integrations.vllm.connector_extras import SESSION_KEY
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm_extras.step_parts import RetiredBlocks
 

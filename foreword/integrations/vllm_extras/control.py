@@ -1,4 +1,4 @@
-"""Implements the connector's interface for cache control and sessions (`foreword.integrations.vllm.control_extra`)."""
+"""Implements the connector's interface for cache control and sessions (`foreword.integrations.vllm.connector_extras`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from foreword.blocks.keys import Scope, TokenChain
 from foreword.blocks.salt import PUBLIC, Salt, tenant_digest
 from foreword.integrations.vllm.connector_config import KVCacheInfo
-from foreword.integrations.vllm.control_extra import PARAMS_KEY, SESSION_KEY, EngineControl
+from foreword.integrations.vllm.connector_extras import PARAMS_KEY, SESSION_KEY, EngineControl
 from foreword.integrations.vllm.request_identity import salt_of
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm_extras.agent_sessions import ConnectorSessions

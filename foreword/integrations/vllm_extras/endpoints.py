@@ -25,6 +25,7 @@ from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout, block_names
 from foreword.config import parse_bytes
 from foreword.errors import StoreError
+from foreword.integrations.vllm.connector_counts import HandoffCounts
 from foreword.integrations.vllm.step_messages import BlockSave, LeaseRevocation
 from foreword.integrations.vllm_extras.peer_ranks import NAMES_PREFIX, rank_address
 from foreword.integrations.vllm_extras.producers import KVProducers, LeaseReader
@@ -119,12 +120,12 @@ class KVLeases(FrameServer):
         self._leases: dict[str, _Lease] = {}
         self._by_id: dict[bytes, _Lease] = {}
         self._by_name: dict[Name, list[_Lease]] = {}
-        self.counts = {"leases": 0, "leases_unread": 0}
+        self.counts = HandoffCounts()
 
-    def counted(self) -> dict[str, float]:
+    def counted(self) -> HandoffCounts:
         """Leases so far, and blocks that others have read from the device and from memory."""
         given = self.status()
-        return {**self.counts, "lent_blocks": given.device, "shared_blocks": given.memory}
+        return replace(self.counts, lent_blocks=given.device, shared_blocks=given.memory)
 
     # On the worker's thread
 
@@ -138,7 +139,7 @@ class KVLeases(FrameServer):
             if lease is None:
                 lease = _Lease(new.request_id, new.lease, time.monotonic() + self._seconds)
                 self._leases[new.request_id] = self._by_id[new.lease] = lease
-                self.counts["leases"] += 1
+                self.counts.leases += 1
             lease.computed = computed
             lease.copied |= bool(new.copied)
             for save in new.held:
@@ -230,7 +231,7 @@ class KVLeases(FrameServer):
                 self._drop(lease, list(lease.blocks))
             ended = [lease for lease in ended if not lease.copying]
             for lease in ended:
-                self.counts["leases_unread"] += not lease.read
+                self.counts.leases_unread += not lease.read
                 self._remove(lease)
             waiting = [
                 one for lease in self._leases.values() if now < lease.until + self._seconds for one in lease.readers

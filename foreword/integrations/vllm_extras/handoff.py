@@ -27,9 +27,9 @@ from vllm.v1.request import RequestStatus
 from foreword.blocks.keys import TokenChain
 from foreword.decoders import convert
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.connector_extras import Handoffs
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm.step_messages import BlockSave, ForewordConnectorMetadata, LeaseRevocation
-from foreword.integrations.vllm.transfer_extra import Handoffs
 from foreword.integrations.vllm_extras.step_parts import BlockLease, KVProducer
 from foreword.transfer.errors import TransferRefused
 from foreword.transfer_config import ALL_RIGHTS

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from foreword.blocks.layout import BlockUnits, Layout
     from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
-    from foreword.integrations.vllm.control_extra import EngineControl
+    from foreword.integrations.vllm.connector_counts import HandoffCounts
+    from foreword.integrations.vllm.connector_extras import EngineControl, Handoffs
     from foreword.integrations.vllm.groups import ConnectorGroup
     from foreword.integrations.vllm.step_messages import LeaseRevocation, TierChange
-    from foreword.integrations.vllm.transfer_extra import Handoffs
     from foreword.integrations.vllm_extras.step_parts import BlockLease, KVProducer, RetiredBlocks
     from foreword.offload.frame_copies import PlaneGroup
     from foreword.offload.manager import OffloadManager
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class InstanceLeases(Protocol):
     """The blocks that a worker keeps for other instances."""
 
-    def counted(self) -> Mapping[str, float]:
+    def counted(self) -> HandoffCounts:
         """Leases so far, and blocks that others have read."""
 
     def add(self, new: BlockLease) -> None:

@@ -16,7 +16,7 @@ from foreword.newest import Newest
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name
 from foreword.store.read_only import ReadOnlyStore
-from foreword.store.tier import StoreTier
+from foreword.store.tier_threads import StoreGuard
 from foreword.transfer.connection import Connection
 from foreword.transfer.errors import TransferError, TransferTimeout
 from foreword.transfer.transfer_endpoint import TransferEndpoint
@@ -66,7 +66,7 @@ class KVProducers(ReadOnlyStore):
         self._rank = rank
         self._lock = threading.Lock()
         self._readers: dict[Name, list[LeaseReader]] = {}
-        self._tiers: Newest[str, StoreTier] = Newest(_MAX_PRODUCERS)
+        self._guards: Newest[str, StoreGuard] = Newest(_MAX_PRODUCERS)
         self._pool = BackgroundJobs("producers", most=None, threads=_OPENERS)
 
     def open(self, producer: KVProducer, names: Sequence[Name], then: Callable[[], None]) -> LeaseReader:
@@ -97,7 +97,7 @@ class KVProducers(ReadOnlyStore):
 
     def _open(self, reader: LeaseReader, then: Callable[[], None]) -> None:
         try:
-            if self._tier(reader.address).attempt(lambda: self._connect(reader), False):
+            if self._guard(reader.address).attempt(lambda: self._connect(reader), False):
                 self._read_from(reader)
         finally:
             then()
@@ -134,12 +134,12 @@ class KVProducers(ReadOnlyStore):
             if others:
                 self._readers[name] = others
 
-    def _tier(self, address: str) -> StoreTier:
+    def _guard(self, address: str) -> StoreGuard:
         """Counts a producer's failures."""
         with self._lock:
-            tier = self._tiers.get(address) or StoreTier(ReadOnlyStore(address), writable=False)
-            self._tiers[address] = tier
-            return tier
+            guard = self._guards.get(address) or StoreGuard(ReadOnlyStore(address))
+            self._guards[address] = guard
+            return guard
 
     # Called by TieredStore
 
@@ -149,7 +149,7 @@ class KVProducers(ReadOnlyStore):
             connection = reader.connection
             assert connection is not None
             wanted, into = [names[i] for i in which], [buffers[i] for i in which]
-            found = self._tier(reader.address).attempt(
+            found = self._guard(reader.address).attempt(
                 lambda connection=connection, wanted=wanted, into=into: connection.get(wanted, into, deadline=deadline),  # type: ignore[misc]
                 [0] * len(which),
             )

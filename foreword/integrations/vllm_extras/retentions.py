@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 from foreword.blocks.leases import Leases
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.blocks.salt import tenant_digest
-from foreword.integrations.vllm.control_extra import PARAMS_KEY
+from foreword.integrations.vllm.connector_extras import PARAMS_KEY
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.lease_follower import LeaseFollower
 from foreword.prefixes.pins import StorePins

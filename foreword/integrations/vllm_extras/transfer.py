@@ -1,4 +1,4 @@
-"""Implements the connector's interface for other processes (`foreword.integrations.vllm.transfer_extra`)."""
+"""Implements the connector's interface for other processes (`foreword.integrations.vllm.connector_extras`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from foreword.blocks.layout import Layout
 from foreword.config_layers import build
 from foreword.errors import ConfigError
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.transfer_extra import Handoffs
+from foreword.integrations.vllm.connector_extras import Handoffs
 from foreword.integrations.vllm_extras.endpoints import InstanceConnections, LookupEndpoint, rank_config
 from foreword.integrations.vllm_extras.handoff import HandoffScheduler
 from foreword.integrations.vllm_extras.interfaces import Endpoint, InstanceEndpoint, TransferExtra

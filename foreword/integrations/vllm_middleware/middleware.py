@@ -46,7 +46,7 @@ from foreword.api.work_queue import WorkQueue
 from foreword.blocks.salt import Salt
 from foreword.decoders import convert, decode_json
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
-from foreword.integrations.vllm.control_extra import SESSION_KEY
+from foreword.integrations.vllm.connector_extras import SESSION_KEY
 from foreword.integrations.vllm_middleware.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm_middleware.vllm_prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix

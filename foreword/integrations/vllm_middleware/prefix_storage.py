@@ -58,14 +58,6 @@ def connector_settings(vllm_config: Any) -> ConnectorSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedBlocks:
-    """How much of a prefix is pinned: bytes in the tier that has most of it, and whether every tier has all of it."""
-
-    bytes: int
-    whole: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _StoredLayout(StoredGroup):
     """A KV group on one rank, which has one layout. `block_bytes`: of a block."""
 
@@ -221,16 +213,17 @@ class ConnectorStorage(PrefixStorage):
                     param="content",
                 )
 
-    def pin(self, tokens: Sequence[int], salt: bytes = b"") -> PinnedBlocks:
-        """Pin the blocks of a prefix that are there, in every tier."""
+    def pin(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[int, bool]:
+        """Pin the blocks of a prefix that are there, in every tier. Returns the bytes in the tier that has most of it, and
+        whether every tier has all of it."""
         if not self._find_layouts():
-            return PinnedBlocks(0, not self._visible)
+            return 0, not self._visible
         root, keys = self.chain(tokens, salt)
         names = [
             (layout.block_bytes, layout.names(root, own_keys(root, layout.behind(keys)))) for layout in self._layouts
         ]
         sizes = [sum(size * self._pin_in(tier, blocks) for size, blocks in names) for tier in self._store.tiers]
-        return PinnedBlocks(max(sizes), min(sizes) >= sum(size * len(blocks) for size, blocks in names))
+        return max(sizes), min(sizes) >= sum(size * len(blocks) for size, blocks in names)
 
     def _pin_in(self, tier: StoreTier, names: list[Name]) -> int:
         deadline = time.monotonic() + _CALL_WITHIN

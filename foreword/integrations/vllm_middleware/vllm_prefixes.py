@@ -180,9 +180,8 @@ class VllmPrefixes(AsyncPrefixes):
 
     async def _pin(self, one: Registration) -> bool:
         """Pin what the stores have of a prefix. Whether that is all of it."""
-        pinned = await asyncio.to_thread(self._storage.pin, one.tokens, one.salt)
-        one.pinned = pinned.bytes
-        return pinned.whole
+        one.pinned, whole = await asyncio.to_thread(self._storage.pin, one.tokens, one.salt)
+        return whole
 
 
 def _is_text(content: object) -> bool:

@@ -5,12 +5,15 @@ A client could send them as well, so only a gateway that sets or removes each of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig
+
+if TYPE_CHECKING:
+    from foreword.router_extras.gateway.objectives import PoolObjectives
 
 _OBJECTIVE: Final = ("x-llm-d-inference-objective", "x-gateway-inference-objective")
 _FAIRNESS: Final = ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id")
@@ -47,16 +50,29 @@ class GatewaySettings:
 
     def __init__(self, config: RouterConfig) -> None:
         self._trusted = config.picker_trusts_headers
-        self._objectives = _objectives(config.picker_objectives)
+        pools = [entry for entry in config.picker_objectives if "=" not in entry and "/" in entry]
+        self._objectives = _objectives(entry for entry in config.picker_objectives if entry not in pools)
+        self._pools = _pools(config, pools) if pools else []
+
+    def watches(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Watch the objectives of the cluster, until cancelled."""
+        for pool in self._pools:
+            yield from pool.watches()
 
     def read(self, headers: Mapping[str, str], wanted: int) -> GatewayHeaders:
         """`wanted`: the priority that the body asks for, which an objective replaces. Of a gateway that is not trusted only an
         objective counts that is less urgent: a client may ask for less."""
-        number = self._objectives.get(_first(headers, _OBJECTIVE))
+        number = self._priority(_first(headers, _OBJECTIVE))
         priority = -number if number is not None else None
         if not self._trusted:
             return GatewayHeaders(priority if priority is not None and priority > max(wanted, 0) else None)
         return GatewayHeaders(priority, _first(headers, _FAIRNESS), _first(headers, _MODEL) or None, trusted=True)
+
+    def _priority(self, name: str) -> int | None:
+        """The priority of an objective. One of the configuration counts before the cluster's of this name."""
+        if not name or name in self._objectives:
+            return self._objectives.get(name)
+        return next((found for pool in self._pools if (found := pool.get(name)) is not None), None)
 
 
 def _first(headers: Mapping[str, str], names: Iterable[str]) -> str:
@@ -72,6 +88,19 @@ def _objectives(entries: Iterable[str]) -> dict[str, int]:
         except ValueError:
             name, value = "", 0
         if not name or name in found or abs(value) >= 1 << 31:
-            raise ConfigError(f"an objective is written NAME=NUMBER, such as batch=-1, once each, not {entry!r}")
+            raise ConfigError(
+                "an objective is written NAME=NUMBER, such as batch=-1, once each, or the cluster's as NAMESPACE/POOL, not "
+                f"{entry!r}"
+            )
         found[name] = value
     return found
+
+
+def _pools(config: RouterConfig, entries: Iterable[str]) -> list[PoolObjectives]:
+    from foreword.router_extras.gateway.objectives import POOL, PoolObjectives
+
+    found = dict.fromkeys(entries)
+    for entry in found:
+        if not POOL.fullmatch(entry):
+            raise ConfigError(f"the objectives of a pool are written NAMESPACE/POOL, not {entry!r}")
+    return [PoolObjectives(config, entry) for entry in found]

@@ -70,7 +70,8 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
     library = logging.getLogger("grpc._cython.cygrpc")
     library.setLevel(logging.INFO)
     library.addFilter(_is_own_fault)
-    processor = ExternalProcessor(Picker(router))
+    picker = Picker(router)
+    processor = ExternalProcessor(picker)
 
     async def process(requests: Any, context: Any) -> None:
         if not processor.knows_replicas():
@@ -95,12 +96,13 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
         await server.stop(limits.drain_seconds)
 
     router.background(leave())
-    giving = router.background(_give_back())
+    background = [router.background(work) for work in (_give_back(), *picker.settings.watches())]
     logger.info("picks endpoints on %s:%d", config.picker.rpartition(":")[0], port)
     try:
         yield
     finally:
-        giving.cancel()
+        for task in background:
+            task.cancel()
         library.removeFilter(_is_own_fault)
         await server.stop(_FLUSH_SECONDS)
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from foreword.errors import ConfigError
 from foreword.router_extras.workers.shared_quotas import MOST_WORKERS, SharedMemory
+from foreword.router_extras.workers.socket_folder import socket_folder
 
 if TYPE_CHECKING:
     from foreword.configuration import Config
@@ -93,7 +92,10 @@ class Supervisor:
     def run(self) -> int:
         """Run the workers until a signal; returns the exit status. A second signal ends them at once. Raises ConfigError if one
         of the first workers does before it serves."""
-        folder = Path(tempfile.mkdtemp(prefix="foreword-workers-"))
+        with socket_folder() as folder:
+            return self._run(folder)
+
+    def _run(self, folder: Path) -> int:
         reader, self._writer = os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
         try:
@@ -111,7 +113,6 @@ class Supervisor:
                 raise ConfigError((folder / _REFUSAL).read_text(encoding="utf-8"))
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-            shutil.rmtree(folder, ignore_errors=True)
         return 128 + self._ended_by if self._ended_by else 0
 
     def _start(self, number: int, folder: Path, reader: int) -> None:

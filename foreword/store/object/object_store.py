@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import re
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import obstore
@@ -484,7 +483,7 @@ class Renewals:
         self._prefix = prefix
         self._loop = loop
         self._after = after
-        self._lock = threading.Lock()
+        # Only coroutines of the loop change these two. They run one at a time until they wait.
         self._waiting: dict[str, ObjectChunk] = {}
         self._working = False
         self._renewed: Newest[str, float] = Newest(KNOWN)
@@ -495,30 +494,26 @@ class Renewals:
             return
         limit = time.time() - self._after
         old = {chunk.path: chunk for chunk in chunks if max(chunk.written, self._renewed.get(chunk.path) or 0) < limit}
-        with self._lock:
-            self._waiting.update(list(old.items())[: _WAITING - len(self._waiting)])
-            start, self._working = bool(self._waiting) and not self._working, bool(self._waiting) or self._working
-        if start:
-            self._start(self._work())
+        old = {path: chunk for path, chunk in old.items() if path not in self._waiting}
+        if old and len(self._waiting) < _WAITING:
+            with contextlib.suppress(StoreError):  # the store is closed
+                self._loop.start(self._work(old), time.monotonic() + _WITHIN)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _work(self, old: dict[str, ObjectChunk]) -> None:
+        """Let these chunks wait, and write all that wait, unless that is being done."""
+        self._waiting.update(list(old.items())[: max(_WAITING - len(self._waiting), 0)])
+        if self._working:
+            return
+        self._working = True
         try:
-            self._loop.start(work, time.monotonic() + _WITHIN)
-        except StoreError:
+            while self._waiting:
+                chunk = self._waiting.pop(next(iter(self._waiting)))
+                self._renewed[chunk.path] = time.time()  # also if it fails: it is tried again later
+                # Gone, changed, or the service has no conditional writes.
+                with contextlib.suppress(BaseError, OSError, NotImplementedError):
+                    self.count += await self._renew(chunk)
+        finally:
             self._working = False
-
-    async def _work(self) -> None:
-        while True:
-            with self._lock:
-                path = next(iter(self._waiting), None)
-                chunk = None if path is None else self._waiting.pop(path)
-                if chunk is None:
-                    self._working = False
-                    return
-            self._renewed[chunk.path] = time.time()  # also if it fails: it is tried again later
-            # Gone, changed, or the service has no conditional writes.
-            with contextlib.suppress(BaseError, OSError, NotImplementedError):
-                self.count += await self._renew(chunk)
 
     async def _renew(self, chunk: ObjectChunk) -> bool:
         path = self._prefix + chunk.path

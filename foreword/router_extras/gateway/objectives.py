@@ -1,0 +1,77 @@
+"""Objectives that a cluster has: the `InferenceObjective`s of an `InferencePool`, which are watched.
+
+Until the API server has answered, and of a name that no object has, the picker knows no objective.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Coroutine, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from foreword.process_config import RouterConfig
+from foreword.router_extras.kubernetes_watch import ApiObject, ApiServer, ObjectsOf, ObjectWatch
+
+logger = logging.getLogger(__name__)
+
+POOL: Final = re.compile(r"([a-z0-9][a-z0-9-]{0,62})/([a-z0-9][a-z0-9.-]{0,252})")
+# llm-d's group, and that of the inference extension before it. A cluster may have one or both; of two objectives of one name
+# that of the newer group counts.
+_GROUPS: Final = ("llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2")
+# Replicas count in 32 bits.
+_MOST: Final = (1 << 31) - 1
+
+
+class _PoolRef(msgspec.Struct):
+    name: str = ""
+
+
+class _Spec(msgspec.Struct):
+    pool: _PoolRef = msgspec.field(name="poolRef", default_factory=_PoolRef)
+    priority: int | None = None
+
+
+class InferenceObjective(ApiObject):
+    """`inference.networking.x-k8s.io/v1alpha2` and `llm-d.ai/v1alpha2`; what is not here is ignored."""
+
+    spec: _Spec = msgspec.field(default_factory=_Spec)
+
+
+class PoolObjectives:
+    """Objectives of one pool, as of the API server's last answers.
+
+    Args:
+        name: `NAMESPACE/POOL`, as `POOL` matches it.
+    """
+
+    def __init__(self, config: RouterConfig, name: str) -> None:
+        """Raises ConfigError if it is not known where the API server is."""
+        self._api = ApiServer(config.kubernetes_api, config.kubernetes_credentials)
+        self._name = name
+        self._namespace, _, self._pool = name.partition("/")
+        self._known: dict[str, dict[str, int]] = {group: {} for group in _GROUPS}
+
+    def get(self, name: str) -> int | None:
+        """The priority of an objective; higher is more urgent. None without one of this name."""
+        return next((known[name] for known in self._known.values() if name in known), None)
+
+    def watches(self) -> Iterator[Coroutine[Any, Any, None]]:
+        """Watch until cancelled."""
+        for group in _GROUPS:
+            purpose = f"objectives ({group}) of {self._name}"
+            what = ObjectsOf(group, "inferenceobjectives", self._namespace, purpose, optional=True)
+            yield ObjectWatch(self._api, what, InferenceObjective, partial(self._changed, group)).run()
+
+    def _changed(self, group: str, found: Mapping[str, InferenceObjective]) -> None:
+        known = {
+            name: max(min(one.spec.priority or 0, _MOST), -_MOST)
+            for name, one in found.items()
+            if one.spec.pool.name == self._pool
+        }
+        if known != self._known[group]:
+            logger.info("Kubernetes: %d objectives (%s) of %s", len(known), group, self._name)
+            self._known[group] = known
