@@ -3,6 +3,7 @@ interpreter: the host touches no byte, what is wrong never reaches KV, and witho
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import random
@@ -334,24 +335,43 @@ def test_tiers_behind_get_blocks_from_the_slots(direct: Make) -> None:
     assert engine.memory.lookup(names_of_chain(9, 8), deadline=soon()) == 8
 
 
-@pytest.mark.parametrize("when", ["copying", "published"])
-def test_an_erasure_beside_a_save(direct: Make, when: str) -> None:
-    """Blocks that are erased while the device writes them, or before a further tier has them, appear nowhere."""
+@pytest.mark.parametrize("when", ["copying", "lending", "published"])
+def test_an_erasure_beside_a_save(direct: Make, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are erased while the device writes them, just before they are queued for a further tier, or before it has
+    them, appear nowhere."""
     behind = MemoryStore(1 << 20, label="behind")
     engine = direct(behind=[behind])
+
+    def erase() -> None:
+        with engine.offload.erasing([ROOT[:16]]) as queued:
+            assert queued == 0
+            for tier in engine.offload.store.tiers:
+                tier.store.erase(b"", ROOT[:16], deadline=soon())
+
+    tier, erased = engine.offload.store.tiers[0], list[int]()
+    lend = tier.lend_unverified
+
+    @contextlib.contextmanager
+    def erased_when_lent(names: Any, deadline: float) -> Any:
+        with lend(names, deadline) as loan:
+            if names:
+                erase()
+                erased.append(len(loan.frames))
+            yield loan
+
+    if when == "lending":
+        monkeypatch.setattr(tier, "lend_unverified", erased_when_lent)
     engine.device.begin_step()
     engine.device.stall(stalled=when == "copying")
     assert engine.save(7, range(4)) == 4
     if when == "published":
         engine.device.end_step()
         assert engine.offload.flush(60)
-    with engine.offload.erasing([ROOT[:16]]) as queued:
-        assert queued == 0
-        for tier in engine.offload.store.tiers:
-            tier.store.erase(b"", ROOT[:16], deadline=soon())
+    if when != "lending":
+        erase()
     engine.device.stall(stalled=False)
     engine.device.end_step()
-    assert engine.offload.flush(60)
+    assert engine.offload.flush(60) and erased == [4] * (when == "lending")
     for store in (engine.memory, behind):
         assert store.present(names_of_chain(7, 4), deadline=soon()) == [False] * 4
 

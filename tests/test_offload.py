@@ -37,7 +37,7 @@ from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
 from foreword.offload.writer import WriteBatch, WriteBehind
 from foreword.store.base import Loan, Name, Store
-from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, UnreadBlock
+from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, UnreadBlock, seal
 from foreword.store.memory import memory_store
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
@@ -405,6 +405,28 @@ def test_a_large_read_that_hangs_takes_few_slots(slots: int, longer: int, taken:
         slow.release()
 
 
+def test_slots_that_became_longer_between_two_reads() -> None:
+    """A read has at most a quarter of a faster tier's memory, also after a write of longer blocks has made its slots longer
+    since the read before, and it gives back what it has counted."""
+    few, many, large = make_frames(16, 4, 16 << 10), make_frames(17, 200, 16 << 10), make_frames(18, 2, 512 << 10)
+    fast, slow = MemoryStore(16 << 20), MemoryStore(64 << 20, label="slow")
+    put_all(slow, [*few, *many])
+    with contextlib.closing(TieredStore([fast, slow])) as store:
+
+        def taken(frames: Sequence[Frame]) -> tuple[int, int]:
+            one = read_into(store, 1, names_of(frames), [16 << 10] * len(frames), deadline=soon(), before=())
+            assert one is not None and len(one.loan.frames) == len(one.reserved.slots)
+            counted = store.tiers[0].filling.bytes
+            one.end(lambda headers, publish: bool(publish()))
+            return len(one.reserved.slots) * one.reserved.stride, counted
+
+        taken(few)
+        assert put_all(fast, large) == 2
+        held, counted = taken(many)
+        assert 0 < held <= counted <= 4 << 20 and store.tiers[0].filling.bytes == 0
+        assert fast.lookup(names_of(many), deadline=soon()) == held // fast.status().notes["slot_bytes"]
+
+
 def test_a_tier_that_hangs_takes_few_slots() -> None:
     """Reads at once fill a quarter of a faster tier. While one is late no other begins."""
     gate, reading = threading.Event(), threading.Event()
@@ -557,6 +579,33 @@ def test_a_postponed_promotion_gets_slots_of_later_blocks() -> None:
     assert writer.flush(10.0)
     writer.close()
     assert sorted(read) == [2, 4] and pool.take(8) is not None
+
+
+@pytest.mark.parametrize(("erasures", "promoted"), [(100, 4), (3000, 0)])
+def test_a_load_beside_very_many_erasures(erasures: int, promoted: int) -> None:
+    """A load remembers few erasures one by one, and promotes what is of no erased root. Beside more of them it promotes
+    nothing, and an erasure costs no more with each one before it."""
+    blocks, size = torch.zeros(8, LAYOUT.block_bytes // 4), LAYOUT.block_bytes
+    fast = MemoryStore(1 << 20)
+    with contextlib.closing(TieredStore([fast])) as store:
+        staging, pool = StagingArena([[blocks]], 8), StagingSlots(range(8))
+        writer = WriteBehind(store, staging, lambda names, slots, deadline: ([None] * len(slots), set()))
+        load = writer.began()
+        for number in range(erasures):
+            with writer.erasing([b"e" + number.to_bytes(15, "big")], 0.0) as left:
+                assert left == 0
+        assert len(load.erased) <= 1024
+        keys, taken = chain_keys(ROOT, [1] * 64, 16), pool.take(4)
+        assert taken is not None
+        fields = enumerate(zip(keys, (ROOT, *keys), strict=False))
+        chain = [Header(LAYOUT.fingerprint, ROOT[:16], key, prior, at, RAW, size, size) for at, (key, prior) in fields]
+        for header, slot in zip(chain, taken, strict=True):
+            seal(header, staging.buffer(slot))
+        writer.promote(chain, taken, pool, [0], load)
+        assert writer.flush(PATIENCE)
+        writer.close()
+        assert fast.lookup([header.name for header in chain], deadline=soon()) == promoted
+        assert pool.take(8) is not None
 
 
 def test_a_promotion_that_lost_its_slots_and_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

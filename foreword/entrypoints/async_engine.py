@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from foreword.blocks.common_prefixes import CommonPrefix
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
-from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.blocks.session_book import SessionBook
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
@@ -341,13 +341,10 @@ class AsyncEngine:
         """A session of a tenant, given its salt, has ended; or it has been compacted to its first `keep` tokens. Frees what
         only it has used: on the device, and in all stores before this returns. Returns the number of blocks by tier. Raises
         NotFound."""
-        pins, alone = self._parts.pins, self._verbs.shorten_session(tenant, name, keep)
+        alone = self._verbs.shorten_session(tenant, name, keep)
         keys, blocks = await self._call(partial(self._verbs.retire, alone))
-        freed = {"device": blocks}
-        if self.offload is None or pins is None or not keys:
-            return freed
-        unneeded = partial(pins.unneeded, tenant_digest(tenant), alone.root, keys)
-        return freed | await asyncio.wrap_future(self.offload.delete(unneeded))
+        deleting = self._verbs.delete_unneeded(tenant, alone, keys)
+        return {"device": blocks} | (await asyncio.wrap_future(deleting) if deleting is not None else {})
 
     @property
     def sessions(self) -> SessionBook:

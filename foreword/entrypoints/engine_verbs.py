@@ -11,6 +11,7 @@ import itertools
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
@@ -142,9 +143,17 @@ class EngineVerbs:
 
     def shorten_session(self, tenant: bytes, name: str, keep: int | None) -> Alone:
         """End a session of a tenant, given its salt, or compact it to its first `keep` tokens. Returns what only it has used,
-        for `retire` and then for `delete_stored`. Raises NotFound."""
+        for `retire` and then for `delete_unneeded`. Raises NotFound."""
         sessions, size = self._core.sessions, self._core.cache.block_size
         return sessions.end(tenant, name) if keep is None else sessions.compact(tenant, name, -(-keep // size))
+
+    def delete_unneeded(self, tenant: bytes, alone: Alone, keys: Sequence[bytes]) -> Future[dict[str, int]] | None:
+        """Begin to delete from all stores what `retire` says that nothing uses, for a tenant, given its salt. Gives the number
+        of blocks by tier; None if there is nothing to delete."""
+        offload, pins = self._parts.offload, self._parts.pins
+        if offload is None or pins is None or not keys:
+            return None
+        return offload.delete(partial(pins.unneeded, tenant_digest(tenant), alone.root, keys))
 
     def common_prefixes(self, texts: Sequence[array[int]], salt: Salt, limit: int) -> list[CommonPrefix]:
         """The prefixes that texts of a tenant have in common, the largest saving first. Takes a while."""

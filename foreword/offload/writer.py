@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 # takes about the first.
 _PROMOTION_PAUSE: Final = 0.25  # seconds
 _LONGEST_PAUSE: Final = 2.0
+_MOST_ERASED: Final = 1024  # roots that one load remembers
+_ANYTHING: Final = (b"",)  # every root begins with it
 _MOST_POSTPONED: Final = 16_384  # blocks: their headers take about 8 MiB
 _ROOM_POLL: Final = 0.05  # seconds between two looks for slots that no load needs
 # Writing threads run at a slightly lower priority than compute threads. Not much lower: a full queue drops blocks.
@@ -85,9 +87,16 @@ class LentSlots:
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class BlockRead:
     """A load, or a save, that may bring blocks from one tier into another (`WriteBehind.began`): what does that refers to it,
-    however long a store hangs. `erased`: what roots begin with whose blocks were erased since it began."""
+    however long a store hangs. `erased`: what roots begin with whose blocks were erased since it began; anything, once they are
+    many: it promotes nothing then."""
 
     erased: tuple[bytes, ...] = ()
+
+    def note(self, erased: tuple[bytes, ...]) -> None:
+        """Blocks whose roots begin with one of these bytes were erased."""
+        if self.erased != _ANYTHING:
+            both = {*self.erased, *erased}
+            self.erased = tuple(both) if len(both) <= _MOST_ERASED else _ANYTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -286,7 +295,7 @@ class WriteBehind:
         # all stores are swept (`began`). Each learns of it, so nothing is to be remembered when the erasure has ended.
         with self._changed:
             for read in self._reads:
-                read.erased = tuple({*read.erased, *erased})
+                read.note(erased)
             mine = [batch for batch in self._batches if batch.is_of(erased)]
             for batch in mine:
                 batch.pending.clear()

@@ -93,10 +93,14 @@ class PagePopulator:
     """
 
     def __init__(self, memory: object, address: int, size: int, name: str) -> None:
-        self._changed = threading.Condition()
         self._used = 0
         self._stopped = False
+        self.after_fork()
+        renew_in_child(self)
         background_thread(lambda: self._run(memory, address, size), name, nice=_POPULATE_NICE)
+
+    def after_fork(self) -> None:
+        self._changed = threading.Condition()
 
     def extend(self, end: int) -> None:
         """Note that bytes up to `end` are in use or will be soon."""

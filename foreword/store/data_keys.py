@@ -225,6 +225,7 @@ class DataKeys(TenantKeys):
         renew_in_child(self)
 
     def after_fork(self) -> None:
+        self._store.down = False  # the child has no thread that would find out
         self._lock = threading.Lock()  # of the tables of locks, and of the start of the thread that looks
         self._sealing, self._looking_at = TenantLocks(self._lock), TenantLocks(self._lock)
         self._looking: threading.Thread | None = None

@@ -289,6 +289,13 @@ MUTANTS = (
         ("tests/test_offload.py",),
     ),
     Mutant(
+        "write queue: what was erased during its save is written further",
+        "foreword/offload/writer.py",
+        "            if read is not None and batch.is_of(read.erased):",
+        "            if read is not None and batch.promotion and batch.is_of(read.erased):",
+        ("tests/test_direct_tier.py",),
+    ),
+    Mutant(
         "erasure: a place that failed is forgotten",
         "foreword/prefixes/erasure.py",
         "        if step.problem is not None:",

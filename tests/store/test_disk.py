@@ -155,6 +155,15 @@ def test_the_clock_may_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert present(store, first) == present(store, third) == [True] * 4
 
 
+def test_a_put_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes no transaction, for which other processes would wait."""
+    with closing(DiskStore(tmp_path, 1 << 20)) as store:
+        store.put(make_frames(1, 1, 1000), deadline=soon())
+        with monkeypatch.context() as patched:
+            patched.setattr(store._index, "write", lambda deadline: 1 // 0)
+            assert store.put([], deadline=soon()) == 0
+
+
 def test_after_a_fork(tmp_path: Path) -> None:
     """Parent and child both continue with the store that the parent opened, on separate connections."""
     chains = [make_frames(seed, 4, 1000) for seed in (13, 14, 15)]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import in_child
 from servers import RedisServer, S3Server
 
 from foreword.blocks.layout import LayerLayout, Layout, tenant_of
@@ -495,6 +496,21 @@ def test_a_key_store_that_is_down(tmp_path: Path, stack: ExitStack) -> None:
         assert not receipt.complete and receipt.places[0].tier == KEY_STORE
         assert receipt.places[0].outcome is PlaceOutcome.UNREACHABLE and receipt.keys == []
     inner.close()
+
+
+def test_a_child_that_was_forked_while_the_key_store_was_down(tmp_path: Path, stack: ExitStack) -> None:
+    """It asks the key store again, and does not wait for its parent's thread, which it does not have."""
+    broken = FlakyStore(stack.enter_context(closing(DiskStore(tmp_path / "keys", 1 << 20))))
+    keys = stack.enter_context(closing(DataKeys(config(tmp_path, check_seconds=3600.0), broken)))
+    broken.inject("fail", 1.0)
+    assert keys.sealing(TENANT) is None and not keys.answers
+
+    def child() -> None:
+        signal.alarm(60)  # ends the child if it waits
+        broken.inject("fail", 0.0)
+        assert keys.answers and keys.sealing(b"other" + TENANT[5:]) is not None
+
+    assert in_child(child) == 0 and not keys.answers
 
 
 def test_a_receipt_names_the_keys(tmp_path: Path, stack: ExitStack) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from itertools import pairwise
 
 import pytest
 from invariants import check_memory_store
+from processes import in_child
 
 from foreword.conformance import (
     SMALL_BYTES,
@@ -293,6 +295,59 @@ def test_many_blocks(count: int) -> None:
     assert store.status().evictions == 64 and store.status().blocks == count
     assert store.lookup(names_of([*last, *more]), deadline=soon()) == 2112
     assert store.lookup(names_of(small_frames(0, 64)), deadline=soon()) == 63
+
+
+def test_a_forked_child_is_not_held_up() -> None:
+    """A child that is forked while a thread of its parent has the store's lock, in the middle of a change, has an empty store
+    that works. The parent's keeps its blocks, and the names that others read."""
+    held, go_on, chain = threading.Event(), threading.Event(), make_frames(1, 4, SMALL_PAYLOAD)
+
+    def in_mid_change(name: bytes) -> None:
+        held.set()
+        assert go_on.wait(60)
+
+    class Names(set[bytes]):
+        def start(self, slots: int, names: object) -> None: ...
+        def close(self) -> None: ...
+
+    names = Names()
+    with closing(MemoryStore(4 * len(chain[0].data))) as store:
+        store.share_names(names)
+        store.put(chain, deadline=soon())
+        store.on_evicted = in_mid_change
+        other = make_frames(2, 1, SMALL_PAYLOAD)
+        writing = threading.Thread(target=store.put, args=(other,), kwargs={"deadline": soon()})
+        writing.start()
+        assert held.wait(60)
+
+        def child() -> None:
+            signal.alarm(30)  # ends the child: a call waits for the lock
+            assert store.present(names_of(chain), deadline=soon()) == [False] * 4
+            assert store.put(chain, deadline=soon()) == 4 and read(store, chain) == whole(chain)
+            check_memory_store(store)
+            assert names_of(chain)[0] in names
+            store.close()
+
+        before = set(names)
+        assert in_child(child) == 0 and names == before
+        go_on.set()
+        writing.join(60)
+        assert sum(store.present(names_of([*chain, *other]), deadline=soon())) == 4
+        check_memory_store(store)
+
+
+def test_a_child_does_not_wait_for_the_thread_that_populates() -> None:
+    """A child that is forked while a thread of its parent has the lock of the thread that populates pages writes and closes."""
+    frames = make_frames(1, 4, SMALL_PAYLOAD)
+    with closing(MemoryStore(1 << 20)) as store:
+
+        def child() -> None:
+            signal.alarm(30)  # ends the child: a call waits for the lock
+            assert store.put(frames, deadline=soon()) == 4
+            store.close()
+
+        with store._populator._changed:
+            assert in_child(child) == 0
 
 
 def test_other_memory() -> None:

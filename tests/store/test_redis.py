@@ -19,6 +19,7 @@ import pytest
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import in_child
 from servers import RedisCluster, RedisServer, ScriptedServer, Sentinel, free_port, wait_until
 
 from foreword.conformance import Damage, StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
@@ -733,6 +734,22 @@ def test_a_store_crosses_a_fork(server: RedisServer, store: RedisStore):
         assert read(store, mine) == whole(mine)
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
+def test_a_child_is_not_held_up_by_its_parents_threads(scheme: str):
+    """A child that is forked while threads of its parent ask for the status and for a node does both itself."""
+    store = RedisStore(f"{scheme}://127.0.0.1:{free_port()}")
+
+    def child() -> None:
+        signal.alarm(60)  # ends the child: a call waits for the lock
+        with pytest.raises(StoreUnavailable):
+            store.present(names_of(make_frames(1, 1, 10)), deadline=soon())
+        assert store.status().notes["unreachable"] == 1
+
+    with store._status_lock, getattr(store._nodes, "_lock", threading.Lock()):
+        assert in_child(child) == 0
+    store.close()
 
 
 # Clusters

@@ -66,7 +66,7 @@ class AdmittedBlocks:
 
 def in_groups(frames: Sequence[Frame]) -> Iterator[list[Frame]]:
     """Divide a batch into groups that are small enough for one transaction."""
-    if len(frames) <= _GROUP_FRAMES and sum([len(one.data) for one in frames]) <= _GROUP_BYTES:
+    if frames and len(frames) <= _GROUP_FRAMES and sum([len(one.data) for one in frames]) <= _GROUP_BYTES:
         yield [*frames]
         return
     group: list[Frame] = []

@@ -4,7 +4,7 @@ The lock is held to find slots, never while bytes are copied. A slot that is bei
 not evicted, and a deleted block releases its slot when its last reader, or its writer, is done. Slots may be written by someone
 else (`reserve`), such as a device. Memory is populated as the store fills, so a start does not compete with the first requests:
 the first write to a page costs as much as the copy itself, so a low-priority thread populates pages shortly before they are
-used. The store belongs to one process; a forked child has a copy of it.
+used. The store belongs to one process; in a forked child it is empty.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Protocol
 
 from foreword.blocks.layout import PREFIX_BYTES, tenant_of
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
-from foreword.store.background import CORES, PagePopulator
+from foreword.store.background import CORES, PagePopulator, renew_in_child
 from foreword.store.base import (
     BAD,
     FAILED,
@@ -340,6 +340,15 @@ class MemoryStore(LocalRecords):
         self._lost: deque[tuple[SlotTable, Sequence[int]]] = deque()
         self._populator = PagePopulator(self._arena, self._arena.address, size, f"{label}-pages")
         weakref.finalize(self, self._populator.stop)
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        """Begin without blocks: a thread that the child does not have may have been in the middle of a change, or have slots in
+        use, and readers of the table of names look for the parent's."""
+        self._lock = threading.Lock()
+        self._slots = SlotTable(self._size, self._slots.slot_bytes if self._fixed else 0, self._quota)
+        self._names = None
+        self._lost = deque()
 
     @property
     def memory(self) -> memoryview | None:

@@ -20,7 +20,7 @@ from redis.crc import key_slot
 from redis.exceptions import RedisError
 
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
-from foreword.store.background import background_thread
+from foreword.store.background import background_thread, renew_in_child
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import time_left
 from foreword.store.redact import ESCAPES, redacted, split_url
@@ -55,11 +55,15 @@ class ClusterNodes:
         self._seeds = seeds
         self._known: dict[Address, RedisNode] = {}
         self._slots: list[Address | None] = []
-        self._lock = threading.Lock()
         self._pool = _NodePool()
         self._down: set[Address] = set()  # failed nodes, which calls skip
         self._watching: threading.Thread | None = None
         self._closed = threading.Event()
+        self.after_fork()
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
 
     def run(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
         """The replies in the order of the commands. A StoreError stands for each one that did not come."""

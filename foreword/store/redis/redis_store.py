@@ -31,6 +31,7 @@ from typing import Final
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
+from foreword.store.background import renew_in_child
 from foreword.store.base import (
     BAD,
     FAILED,
@@ -91,6 +92,10 @@ class RedisStore(Store):
         self._closed = False
         self._status = StoreStatus()
         self._status_at = float("-inf")
+        self.after_fork()
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
         self._status_lock = threading.Lock()
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
