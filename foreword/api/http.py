@@ -13,6 +13,7 @@ time; in a stream of events a comment. An interim response (100, 102) would do i
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -65,9 +66,9 @@ _NEAR_SECONDS: Final = 0.05
 # Seconds until a client that has closed its side gets more bytes, then twice as long each time.
 _MORE_SECONDS: Final = 1.0
 _SERVER: Final = {"server": "foreword"}
-# A text in an object of the log is no longer: with a message, a traceback and a path of this length the line stays below the
-# 16 KiB at which container runtimes divide lines, unless most of it is escaped (up to 12 bytes per character).
-_MOST_CHARACTERS: Final = 4000
+# Bytes of a line of the log in JSON. Container runtimes divide lines of 16 KiB.
+_LONGEST_LINE: Final = (16 << 10) - 1
+_LEFT_OUT: Final = 40  # bytes that say how much of a text was left out
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -122,15 +123,38 @@ class _Objects(logging.Formatter):
         if record.exc_info:
             shown["exception"] = readable(self.formatException(record.exc_info))
         known = {**shown, **getattr(record, LOG_FIELDS, dict)()}
-        return json.dumps({name: _ends(it) if isinstance(it, str) else it for name, it in known.items()})
+        line = json.dumps(known)
+        return line if len(line) <= _LONGEST_LINE else json.dumps(_shortened(known))
 
 
-def _ends(text: str) -> str:
-    """The text, or its two ends where it is long."""
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    half = _MOST_CHARACTERS // 2
-    return f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[-half:]}"
+def _shortened(known: dict[str, Any]) -> dict[str, Any]:
+    """An object of at most `_LONGEST_LINE` bytes as JSON: its texts share the room. Of those that need more than their share
+    the two ends are kept."""
+    sizes = {name: _size(it) for name, it in known.items() if isinstance(it, str)}
+    shown, room = {**known, **dict.fromkeys(sizes, "")}, _LONGEST_LINE
+    room -= len(json.dumps(shown))
+    for left, name in zip(range(len(sizes), 0, -1), sorted(sizes, key=sizes.__getitem__), strict=True):
+        shown[name] = known[name] if sizes[name] <= room // left else _ends(known[name], room // left)
+        room -= _size(shown[name])
+    return shown
+
+
+def _size(text: str) -> int:
+    """The bytes of a text within a line."""
+    return len(json.dumps(text)) - 2
+
+
+def _ends(text: str, most: int) -> str:
+    """The two ends of a text, of at most so many bytes within a line."""
+    half = (most - _LEFT_OUT) // 2
+    head, tail = _start(text[:half], half), _start(text[: -half - 1 : -1], half)
+    return f"{text[:head]} [{len(text) - head - tail} characters left out] {text[len(text) - tail :]}"
+
+
+def _start(text: str, most: int) -> int:
+    """How many characters from the first one on have at most so many bytes within a line."""
+    ends = itertools.accumulate(map(_size, text))
+    return sum(1 for _ in itertools.takewhile(lambda end: end <= most, ends))
 
 
 class _BegunTransport:
