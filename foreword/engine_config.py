@@ -130,7 +130,8 @@ class EngineConfig:
         tokens = text.endswith("tokens")
         number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
         try:
-            if (size := int(number) if tokens else parse_bytes(text)) < 1:
+            # No model has blocks that small: this was meant in another unit.
+            if (size := int(number) if tokens else parse_bytes(text)) < (1 if tokens else 1024):
                 raise ValueError
             return size, "tokens" if tokens else "bytes"
         except (ConfigError, ValueError):

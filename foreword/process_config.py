@@ -28,6 +28,7 @@ from foreword.host_addresses import is_loopback
 # Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
 _BODY_BYTES_PER_TOKEN = 64
 # As browsers send it: in lower case, without a path.
+_HOST = re.compile(r"\*|[\w.-]+")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 ROLES = ("prefill", "decode", "both")
 
@@ -146,6 +147,11 @@ class ServerConfig:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
                     f"{origin!r} is not an origin; write it as https://chat.example.org (--allowed-origins)"
+                )
+        for name in self.allowed_hosts:
+            if not _HOST.fullmatch(name):
+                raise ConfigError(
+                    f"{name!r} is not the name of a host, such as chat.example.org, or * (--allowed-hosts)"
                 )
         parse_bytes(self.response_memory, "server.response_memory (--response-memory)")
 

@@ -210,6 +210,17 @@ SERVE = [
     ("--peer host:99999", "'host:99999' is not a peer"),
     ("--kernels triton --device cpu", "engine.kernels is triton, which needs --device cuda"),
     ("--otlp-endpoint http://", "--otlp-endpoint takes a URL"),
+    # What was meant in another unit, place or form
+    ("--kv-memory 50", "engine.kv_memory (--kv-memory) is '50'; write auto, a size"),
+    ("--store disk://{folder}/x&size=1GiB", "disk://{folder}/x: options begin with '?', so write ?size="),
+    ("--store s3:///path", "names no bucket; write s3://BUCKET/PATH"),
+    ("--store az://", "names no bucket; write az://BUCKET/PATH"),
+    ("--allowed-hosts http://chat.example.org/", "is not the name of a host, such as chat.example.org"),
+    ("--allowed-hosts *.example.org", "'*.example.org' is not the name of a host"),
+    ("--config {folder}/port.toml", "port must be a table, written [port]"),
+    ("--config {folder}/table.toml", "unknown table [sever]. Did you mean 'server'?"),
+    ("--config {folder}", "cannot read the configuration file {folder}: Is a directory"),
+    ("--record {folder}", "the recording {folder} exists already"),
 ]
 REPLICA = "--replica http://127.0.0.1:1"
 ROUTE = [
@@ -245,6 +256,8 @@ ROUTE = [
     (f"{REPLICA} --tenant-priority a=inf", "TENANT=NUMBER"),
     (f"{REPLICA} --tokenizer {{folder}}/empty", "the folder has no tokenizer.json"),
     (f"{REPLICA} --picker-trusts-headers", "needs router.picker (--picker)"),
+    ("--replica http://a:1 --replica http://A:1/", "http://a:1 is named twice"),
+    (f"{REPLICA} --workers 1000000", "at most 64"),
 ]
 OTHERS = [
     ("simulate", "{folder}/trace.jsonl --runs 5", "--runs and --jobs need --slo"),
@@ -268,6 +281,10 @@ OTHERS = [
     ("explain", "http://", "a server's URL is written http://host:8000"),
     ("explain", "http://127.0.0.1:99999", "a server's URL is written http://host:8000"),
     ("prefix", "list --server nonsense", "a server's URL is written http://host:8000"),
+    ("audit", "show {folder}/nothing", "is not the report of an audit: it is not JSON"),
+    ("audit", "show {folder}/list.json", "is not the report of an audit: it is no object"),
+    ("copy", "disk://{folder}/empty disk://{folder}/empty", "is given twice"),
+    ("copy", "disk://{folder}/empty memory://", "name one that outlives it"),
     ("doctor", "--kernels fast", "engine.kernels must be"),
     ("doctor", "--drain-seconds -1", "server.drain_seconds must be 0 or more"),
 ]
@@ -286,6 +303,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "trace.jsonl").write_text(json.dumps(turn) + "\n")
     (folder / "broken.toml").write_text("server = \n")
     (folder / "unknown.toml").write_text("[server]\nprot = 1\n")
+    (folder / "port.toml").write_text("port = 8000\n")
+    (folder / "table.toml").write_text("[sever]\nport = 8000\n")
+    (folder / "list.json").write_text("[]")
     configurations = {
         "broken": '{"model_type": "llama",',
         "listed": "[]",

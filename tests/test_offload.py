@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -516,7 +517,7 @@ def test_a_promotion_without_slots_delays_no_save(monkeypatch: pytest.MonkeyPatc
     assert fast.waiting.wait(PATIENCE)
     taken = loading.take(8)
     assert taken is not None
-    writer.promote(headers(2), taken[:4], loading, [0], 0.0)
+    writer.promote(headers(2), taken[:4], loading, [0], writer.began())
     assert writer.drop_stored(loading)  # postponed
     loads = loading.take(4)
     assert loads is not None and loading.take(1) is None
@@ -546,10 +547,11 @@ def test_a_postponed_promotion_gets_slots_of_later_blocks() -> None:
         Header(LAYOUT.fingerprint, ROOT[:16], key, before, depth, RAW, LAYOUT.block_bytes, LAYOUT.block_bytes)
         for depth, (key, before) in enumerate(zip(keys, (ROOT, *keys), strict=False))
     ]
+    load = writer.began()
     for low, high, postponed in [(0, 4, True), (4, 8, False), (8, 10, False)]:
         taken = pool.take(high - low)
         assert taken is not None
-        writer.promote(chain[low:high], taken, pool, [0], 1.0)
+        writer.promote(chain[low:high], taken, pool, [0], load)
         assert not postponed or writer.drop_stored(pool)
     assert pool.take(4) is None
     assert writer.flush(10.0)
@@ -580,11 +582,11 @@ def test_a_promotion_that_lost_its_slots_and_is_dropped(monkeypatch: pytest.Monk
 
     save(2)
     assert fast.waiting.wait(PATIENCE)
-    chain = headers(1, 12)
+    chain, load = headers(1, 12), writer.began()
     for low, high, postponed in [(0, 4, True), (4, 8, False), (8, 12, False)]:
         taken = loading.take(high - low)
         assert taken is not None
-        writer.promote(chain[low:high], taken, loading, [0], 1.0)
+        writer.promote(chain[low:high], taken, loading, [0], load)
         assert not postponed or writer.drop_stored(loading)
     save(3)
     fast.gate.set()
@@ -699,6 +701,41 @@ def test_what_is_erased_is_not_promoted_afterwards(made: Callable[..., Device]) 
     assert device.load(1, 4, 4).loaded == 4
     assert device.offload.flush(PATIENCE)
     assert fast.inner.lookup(device.names(1, 4), deadline=soon()) == 4
+
+
+@pytest.mark.parametrize("size", [1 << 20, 2 * FRAME])
+def test_an_erasure_outlasts_a_read_that_hangs(
+    made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """A load that hangs for an hour, in which others are erased, does not bring back what was erased after it had begun, with
+    and without a copy between. When it is gone, nothing remembers it."""
+    slow, fast = filled(0, 4), MemoryStore(size)
+    device = made(fast, slow)
+    reading, go_on, get, now = threading.Event(), threading.Event(), slow.get, time.monotonic
+
+    def held(*arguments: Any, **more: Any) -> list[int]:
+        found = get(*arguments, **more)
+        reading.set()
+        assert go_on.wait(PATIENCE)
+        return found
+
+    slow.get = held  # type: ignore[method-assign]
+    keys = device.keys(0, 4)
+    plan = whole_loads.plan_of(device.offload, ROOT, keys)
+    load: StoreLoad | None = device.offload.load(plan, ROOT, keys, range(4), patient=True)
+    assert load is not None and reading.wait(PATIENCE)
+    assert _erase_queued(device.offload, [ROOT[:8]]) == 0
+    with monkeypatch.context() as later:
+        later.setattr(time, "monotonic", lambda: now() + 3600.0)
+        assert _erase_queued(device.offload, [b"another"]) == 0
+    go_on.set()
+    task = load.task
+    assert task is not None
+    task.result(PATIENCE)
+    assert device.offload.flush(PATIENCE) and load.loaded == 4
+    assert not any(fast.present(device.names(0, 4), deadline=soon()))
+    erasures, load, task = weakref.ref(load.read), None, None
+    device.wait(lambda: gc.collect() >= 0 and erasures() is None)
 
 
 def test_blocks_that_no_tier_stores_count_as_failed(made: Callable[..., Device]) -> None:

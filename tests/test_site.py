@@ -58,6 +58,24 @@ HELD_OUT = {
     "run in docker container": ["guides/kubernetes"],
     "stream breaks when server dies": ["guides/router"],
 }
+# From threads that were read later, each written before the pages were changed for it.
+LATER = {
+    "wrong tools answer after cache hit": ["operations/troubleshooting", "operations/audit"],
+    "connector breaks vllm when cache server down": ["operations/troubleshooting"],
+    "other tenant gets my cached prefix": ["operations/security"],
+    "weights update rl training stale kv": ["guides/vllm"],
+    "ssd wear writes per day": ["operations/sizing"],
+    "scale down removes hottest pod": ["guides/kubernetes"],
+    "agent compaction fork session cache": ["guides/agents"],
+    "price of cached tokens": ["operations/billing"],
+    "eagle speculative decoding prefix cache": ["guides/vllm-models"],
+    "prompt_logprobs no cache hits": ["operations/troubleshooting"],
+    "fp8 kv cache quantized": ["guides/vllm"],
+    "mooncake store alternative": ["guides/coming-from"],
+    "sleep mode wake up crash": ["operations/upgrading"],
+    "kserve kvCacheOffloading": ["guides/kubernetes"],
+}
+QUESTIONS = {**ASKED, **HELD_OUT, **LATER}
 # What the worker finds around it in a browser.
 _BROWSER = """
 var self = globalThis, window = globalThis, answers = [], receive;
@@ -105,11 +123,11 @@ def search(site: Path) -> Iterator[Callable[[str], list[str]]]:
     engine.close()
 
 
-@pytest.mark.parametrize("question", [*ASKED, *HELD_OUT])
+@pytest.mark.parametrize("question", QUESTIONS)
 def test_search_finds_the_page(question: str, search: Callable[[str], list[str]]) -> None:
     """A page that answers the question is among the first three that the search shows."""
     shown = search(question)[:FIRST]
-    assert set(shown) & set({**ASKED, **HELD_OUT}[question]), shown
+    assert set(shown) & set(QUESTIONS[question]), shown
 
 
 def test_builders_pages_are_not_found(site: Path, search: Callable[[str], list[str]]) -> None:

@@ -278,7 +278,8 @@ def measure_lookup(folder: Path, rounds: int) -> list[list[str]]:
         with index.write(LATER) as transaction:
             by_number = {block_id(one.name): one for one in frames}
             parents = {number: parent_id(one.header) for number, one in by_number.items()}
-            transaction.finish(transaction.add(by_number, parents, transaction.tick(), 1, 0.0, {}))
+            called = {number: one.name for number, one in by_number.items()}
+            transaction.finish(transaction.add(by_number, called, parents, transaction.tick(), 1, 0.0, {}))
     size = os.path.getsize(index.file)
     disk, other = DiskStore(place, 1 << 40), DiskStore(place, 1 << 40)
     rows = []

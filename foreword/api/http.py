@@ -65,9 +65,8 @@ _NEAR_SECONDS: Final = 0.05
 # Seconds until a client that has closed its side gets more bytes, then twice as long each time.
 _MORE_SECONDS: Final = 1.0
 _SERVER: Final = {"server": "foreword"}
-# A text in an object of the log is no longer: with a message, a traceback and a path of this length the line stays below the
-# 16 KiB at which container runtimes divide lines, unless most of it is escaped (up to 12 bytes per character).
-_MOST_CHARACTERS: Final = 4000
+# Bytes of a line of the log in JSON. Container runtimes divide lines of 16 KiB.
+_LONGEST_LINE: Final = (16 << 10) - 1
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -122,15 +121,11 @@ class _Objects(logging.Formatter):
         if record.exc_info:
             shown["exception"] = readable(self.formatException(record.exc_info))
         known = {**shown, **getattr(record, LOG_FIELDS, dict)()}
-        return json.dumps({name: _ends(it) if isinstance(it, str) else it for name, it in known.items()})
-
-
-def _ends(text: str) -> str:
-    """The text, or its two ends where it is long."""
-    if len(text) <= _MOST_CHARACTERS:
-        return text
-    half = _MOST_CHARACTERS // 2
-    return f"{text[:half]} [{len(text) - 2 * half} characters left out] {text[-half:]}"
+        while len(line := json.dumps(known)) > _LONGEST_LINE:
+            longest = max(known, key=lambda name: len(json.dumps(known[name])))
+            quarter = len(known[longest]) // 4
+            known[longest] = f"{known[longest][:quarter]} [...] {known[longest][-quarter:]}"
+        return line
 
 
 class _BegunTransport:

@@ -106,9 +106,13 @@ def _read(file: Path) -> dict[str, Any]:
         if file.stat().st_size > _LARGEST:
             raise BadRequest(f"{file} is too large for a report")
         report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(report, dict):
+            raise BadRequest(f"{file} is not the report of an audit: it is no object")
         if report["format"] != 1:
             raise BadRequest(f"{file} has the format {report['format']}; this version reads 1")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except ValueError:
+        raise BadRequest(f"{file} is not the report of an audit: it is not JSON") from None
+    except (OSError, KeyError, TypeError) as error:
         raise BadRequest(f"{file} is not the report of an audit: {reason_of(error)}") from error
     return report
 

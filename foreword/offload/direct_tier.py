@@ -47,7 +47,7 @@ from foreword.offload.ring import (
     copies_of,
 )
 from foreword.offload.ring_copies import RingCopies
-from foreword.offload.writer import WriteBehind
+from foreword.offload.writer import BlockRead, WriteBehind
 from foreword.store.background import background_thread
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
 from foreword.store.memory.memory_store import MemoryStore
@@ -83,7 +83,7 @@ class _Save:
     Attributes:
         units: coordinates of those that have a slot.
         headers: of all blocks, also of those that the tier has already: `others`, further tiers, may not.
-        began: when they were given.
+        read: what was erased since they were given. `began`: when that was.
     """
 
     group: int
@@ -91,6 +91,7 @@ class _Save:
     headers: Sequence[Header]
     reserved: ReservedSlots
     others: Tiers
+    read: BlockRead
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -323,6 +324,7 @@ class DirectTier(DirectCopies):
     # Saving, on the engine's thread or, as the caller takes care, one at a time
 
     def save(self, units: Sequence[int], headers: Sequence[Header], tiers: Tiers, group: int) -> tuple[int, Tiers]:
+        read = self._writer.began()
         reserved = self.tier.reserve(headers, time.monotonic() + _CALL_SECONDS)
         if not self.ring.room(reserved.stride):  # slots have grown; they never shrink
             self._refuse(_too_long(reserved.stride))
@@ -346,7 +348,7 @@ class DirectTier(DirectCopies):
             return 0, tiers
         self._full = done < len(headers)
         taken = np.asarray(units, np.int64)[np.asarray(reserved.positions, np.int64)]
-        self._waiting.append(_Save(group, self._places(group, taken), headers[:done], reserved, others))
+        self._waiting.append(_Save(group, self._places(group, taken), headers[:done], reserved, others, read))
         return done, ()
 
     def _is_refused(self, headers: Sequence[Header], reserved: ReservedSlots) -> bool:
@@ -455,7 +457,7 @@ class DirectTier(DirectCopies):
             frames = [Frame(header, data) for header, data in pairs if len(data) == HEADER_BYTES + header.length]
             if frames:
                 most = len(loan.memory) // loan.stride // 2
-                self._writer.add_lent(frames, stack.pop_all().close, save.others, save.began, most)
+                self._writer.add_lent(frames, stack.pop_all().close, save.others, save.read, most)
 
     @property
     def pending(self) -> int:

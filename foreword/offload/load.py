@@ -18,6 +18,7 @@ from foreword.store.base import Name
 
 if TYPE_CHECKING:
     from foreword.offload.device import Event
+    from foreword.offload.writer import BlockRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class StoreLoad:
         names, groups, places: name, KV group and tier of each frame that is loaded.
         blocks: the device block that each goes into: of divided blocks, the unit.
         tokens: how many tokens the load saves.
+        read: what was erased since the blocks were handed over.
         patient: load all of it, even if computing it would be faster: no request waits for it.
         mark: the device's work when the blocks were handed over, which their former contents belong to; None on a CPU.
         deadline: end of the load.
@@ -103,6 +105,7 @@ class StoreLoad:
     places: Sequence[int]
     blocks: Sequence[int]
     tokens: int
+    read: BlockRead
     patient: bool = False
     mark: Event | None = None
     deadline: float = float("inf")

@@ -38,7 +38,7 @@ from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.slot_reads import read_into
 from foreword.offload.slots import SlotReader, StagingSlots
-from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
+from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, BlockRead, WriteBatch, WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.base import Loan, Name
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
@@ -170,7 +170,8 @@ class OffloadManager:
             groups += [part.group] * (len(part.blocks) * frames)
             places += part.places if frames == 1 else [place for place in part.places for _ in range(frames)]
             blocks += part.blocks if frames == 1 else units.of_blocks(part.blocks)
-        return StoreLoad(self._changed, names, groups, places, blocks, tokens, patient, self._staging.mark())
+        read, mark = self._writer.began(), self._staging.mark()
+        return StoreLoad(self._changed, names, groups, places, blocks, tokens, read, patient, mark)
 
     def start(self, load: StoreLoad) -> None:
         """Start to load into the blocks that were handed over."""
@@ -300,7 +301,7 @@ class OffloadManager:
                 if loaded and store_load.full:
                     self._writer.drop_promotion(oldest.slots, self._loading_slots)
                 elif loaded:
-                    self._promote(oldest.found, oldest.slots, store_load.started)
+                    self._promote(oldest.found, oldest.slots, store_load.read)
                 else:
                     self._loading_slots.give(oldest.slots)
 
@@ -344,7 +345,7 @@ class OffloadManager:
             store_load.end_copy([place] * usable)
             return usable
         finally:
-            read.end(lambda headers, publish: self._writer.unless_erased(store_load.started, headers, publish))
+            read.end(lambda headers, publish: self._writer.unless_erased(store_load.read, headers, publish))
 
     def _load_group(
         self, store_load: StoreLoad, done: int, slots: list[int], deadline: float, queued: deque[_GroupCopy]
@@ -394,14 +395,14 @@ class OffloadManager:
             raise
         return self._staging.scattered()
 
-    def _promote(self, found: Sequence[FetchedBlock], slots: Sequence[int], started: float) -> None:
+    def _promote(self, found: Sequence[FetchedBlock], slots: Sequence[int], load: BlockRead) -> None:
         """Queue loaded blocks, with their slots, for the tiers that are faster than the one they came from."""
         for tier, some in itertools.groupby(zip(found, slots, strict=True), key=lambda pair: pair[0].tier):
             pairs = list(some)
             headers = [one.frame.header for one, _ in pairs]
             for tiers, low, high in self.store.promoted(headers, tier):
                 freed = [slot for _, slot in pairs[low:high]]
-                self._writer.promote(headers[low:high], freed, self._loading_slots, tiers, started)
+                self._writer.promote(headers[low:high], freed, self._loading_slots, tiers, load)
 
     def _read_again(
         self, names: Sequence[Name], slots: Sequence[int], deadline: float

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
@@ -77,8 +77,10 @@ class SlotRead:
         """For how many of the first blocks, given the name of one and the bytes of their payloads, slots may be read into, and
         count these; 0 if too many are read into already, or one of the reads is late."""
         filling, share = self.tier.filling, int(_SHARE * len(self.tier.store.memory or b""))
-        with self.tier.lend_unverified([], deadline) as loan:
-            slot, frame = loan.stride, HEADER_BYTES + max(sizes)
+        slot, frame = filling.slot, HEADER_BYTES + max(sizes)
+        if slot < frame:
+            with self.tier.lend_unverified([], deadline) as loan:
+                slot = loan.stride
         if slot < frame and not filling.late:  # a store that can makes its slots longer, by as much as it likes
             longer = self.tier.reserve([UnreadBlock(name, name, max(sizes))], deadline, unread=True)
             self.tier.abandon(longer)
@@ -116,12 +118,14 @@ def read_into(
     if not until or not store.tiers[tier].answers or not (most := read.begin(names[0], sizes, deadline)):
         return None
     last = {name[:FINGERPRINT_BYTES]: name for name in before}  # of each layout
-    blocks = list[UnreadBlock]()
-    for name, size in zip(names[:most], sizes, strict=False):
+    parents = list[bytes]()
+    for name in names[:most]:
         layout = name[:FINGERPRINT_BYTES]
-        blocks.append(UnreadBlock(name, last.get(layout, name), size))
+        parents.append(last.get(layout, name))
         last[layout] = name
-    read.reserved = faster.reserve(blocks, deadline, unread=True)
+    fields = zip(names[:most], parents, sizes, repeat(0), strict=False)
+    read.reserved = faster.reserve([*map(UnreadBlock._make, fields)], deadline, unread=True)
+    faster.filling.slot = read.reserved.stride
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
     if not count:
         return read

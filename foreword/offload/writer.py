@@ -20,9 +20,9 @@ import contextlib
 import itertools
 import logging
 import math
-import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,7 +43,6 @@ _MOST_WRITTEN: Final = 1024
 _WRITE_BYTES: Final = (8 << 20) + (64 << 10)
 WRITE_TIMEOUT: Final = 30.0  # seconds
 logger = logging.getLogger(__name__)
-_LONGEST_LOAD: Final = 600.0  # seconds
 # Promotions wait until nothing has been loaded for this long, and at most as long as the second: a step with a loaded prefix
 # takes about the first.
 _PROMOTION_PAUSE: Final = 0.25  # seconds
@@ -83,6 +82,14 @@ class LentSlots:
         self.end()
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class BlockRead:
+    """A load, or a save, that may bring blocks from one tier into another (`WriteBehind.began`): what does that refers to it,
+    however long a store hangs. `erased`: what roots begin with whose blocks were erased since it began."""
+
+    erased: tuple[bytes, ...] = ()
+
+
 @dataclass(slots=True, eq=False)
 class WriteBatch:
     """Blocks that wait to be written.
@@ -94,7 +101,7 @@ class WriteBatch:
         promotion: the blocks came from a slower tier.
         postponed: there are no slots: the blocks are read again when they are written.
         latest: when a promotion is written although blocks are being loaded.
-        load: when the load of a promotion began, which tells loads apart.
+        load: that of a promotion.
         number: the order in which promotions came.
         kept: largest number of these blocks that one tier has stored.
         lent: the frames, if they lie in a tier, which has counted them, and not in the staging arena.
@@ -109,7 +116,7 @@ class WriteBatch:
     promotion: bool = False
     postponed: bool = False
     latest: float = -math.inf
-    load: float = math.inf
+    load: BlockRead | None = None
     number: int = 0
     kept: int = 0
     lent: list[Frame] | None = None
@@ -122,15 +129,6 @@ class WriteBatch:
     def is_of(self, roots: tuple[bytes, ...]) -> bool:
         """Whether some of the blocks have a root that begins with one of these bytes."""
         return any(header.root.startswith(roots) for header in self.headers)
-
-
-@dataclass(slots=True, eq=False)
-class ErasedRoots:
-    """Blocks whose roots begin with some bytes were erased. `until`: when the tiers had been swept; later than any load while
-    they are being swept, since a load that begins then may read a tier that was not, into one that was."""
-
-    roots: tuple[bytes, ...]
-    until: float = sys.float_info.max
 
 
 class WriteBehind:
@@ -156,7 +154,8 @@ class WriteBehind:
         self._flushing = 0
         self._promoted = 0
         self._quiet = -math.inf  # when nothing has been loaded for `_PROMOTION_PAUSE`
-        self._erased: list[ErasedRoots] = []  # newest last, for loads that began before their ends
+        self._reads: weakref.WeakSet[BlockRead] = weakref.WeakSet()
+        self._erasing: list[tuple[bytes, ...]] = []  # roots of which the tiers are being swept
         self.dropped = 0
         self.dropped_promotions = 0
         self.saved = 0
@@ -176,6 +175,13 @@ class WriteBehind:
         with self._changed:
             return sum(len(batch.headers) for batch in self._batches if batch.lent is not None)
 
+    def began(self) -> BlockRead:
+        """Note that a load or a save begins. It may read a tier that is not swept yet, into one that was."""
+        with self._changed:
+            read = BlockRead(tuple(itertools.chain.from_iterable(self._erasing)))
+            self._reads.add(read)
+            return read
+
     def add(self, batches: Iterable[WriteBatch]) -> None:
         """Queue blocks whose payloads are in their slots, without headers and checksums yet."""
         for batch in batches:
@@ -188,20 +194,19 @@ class WriteBehind:
         pool.give(slots)
 
     def promote(
-        self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int], started: float
+        self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int], load: BlockRead
     ) -> None:
-        """Queue complete frames in `slots` for faster tiers, unless the blocks were erased since `started`, when their load
-        began."""
+        """Queue complete frames in `slots` for faster tiers, unless the blocks were erased since their load began."""
         now = time.monotonic()
         batch = WriteBatch(headers, slots, pool, set(tiers), sealed=True, promotion=True, latest=now + _LONGEST_PAUSE)
-        batch.load = started
+        batch.load = load
         self._quiet = now + _PROMOTION_PAUSE
-        self._queue(batch, started)
+        self._queue(batch, load)
 
     def add_lent(
-        self, frames: list[Frame], end: Callable[[], None], tiers: Iterable[int], began: float, most: int
+        self, frames: list[Frame], end: Callable[[], None], tiers: Iterable[int], save: BlockRead, most: int
     ) -> None:
-        """Queue frames that lie in a tier for further ones, unless they were erased since `began`, when they were saved, or
+        """Queue frames that lie in a tier for further ones, unless they were erased since their save began, or
         more than `most` would wait: a slow tier gets the starts of chains then. `end` ends the loan."""
         headers = [frame.header for frame in frames]
         batch = WriteBatch(headers, [*range(len(frames))], LentSlots(end), set(tiers), sealed=True, lent=frames)
@@ -210,11 +215,11 @@ class WriteBehind:
             if held + len(frames) > most:
                 self.dropped += len(frames)
                 batch.pending.clear()
-        self._queue(batch, began)
+        self._queue(batch, save)
 
-    def _queue(self, batch: WriteBatch, started: float = math.inf) -> None:
+    def _queue(self, batch: WriteBatch, read: BlockRead | None = None) -> None:
         with self._changed:
-            if any(started <= one.until and batch.is_of(one.roots) for one in self._erased):
+            if read is not None and batch.is_of(read.erased):
                 batch.pending.clear()
             if batch.pending and not self._closing:
                 batch.number = self._promoted = self._promoted + 1
@@ -267,20 +272,22 @@ class WriteBehind:
         """The caller sweeps the tiers inside. Drop the blocks whose roots begin with one of these bytes, and promotions of such
         blocks by loads that began before the end, and wait for those that are being written. Gives how many are still being
         written after `timeout` seconds."""
-        erased = ErasedRoots(tuple(roots))
+        erased = tuple(roots)
+        with self._changed:
+            self._erasing.append(erased)
         try:
             yield self._drop_erased(erased, timeout)
         finally:
             with self._changed:
-                erased.until = time.monotonic()
+                self._erasing.remove(erased)
 
-    def _drop_erased(self, erased: ErasedRoots, timeout: float) -> int:
-        # A load may have read such blocks before they were erased from the stores, and promote them afterwards. So the erasure
-        # is remembered for as long as a load may take, and `_queue` drops promotions of loads that began before its end.
+    def _drop_erased(self, erased: tuple[bytes, ...], timeout: float) -> int:
+        # A load may have read such blocks before they are erased from the stores, and promote them afterwards, or begin before
+        # all stores are swept (`began`). Each learns of it, so nothing is to be remembered when the erasure has ended.
         with self._changed:
-            now = time.monotonic()
-            self._erased = [*(one for one in self._erased if now - one.until < _LONGEST_LOAD), erased]
-            mine = [batch for batch in self._batches if batch.is_of(erased.roots)]
+            for read in self._reads:
+                read.erased = tuple({*read.erased, *erased})
+            mine = [batch for batch in self._batches if batch.is_of(erased)]
             for batch in mine:
                 batch.pending.clear()
             idle = [batch for batch in mine if not batch.writing]
@@ -293,12 +300,11 @@ class WriteBehind:
             self._changed.wait_for(lambda: not any(batch.writing for batch in busy), timeout)
             return sum(len(batch.headers) for batch in busy if batch.writing)
 
-    def unless_erased(self, started: float, headers: Sequence[Header], publish: Callable[[], object]) -> bool:
-        """Make a call that lets blocks be found, unless some were erased since `started`, when their load began, or are being
-        erased. It must be quick. Returns whether it was made. An erasure that begins later finds the blocks in their tier."""
+    def unless_erased(self, load: BlockRead, headers: Sequence[Header], publish: Callable[[], object]) -> bool:
+        """Make a call that lets blocks be found, unless some were erased since their load began, or are being erased. It must
+        be quick. Returns whether it was made. An erasure that begins later finds the blocks in their tier."""
         with self._changed:
-            late = tuple(root for one in self._erased if started <= one.until for root in one.roots)
-            if late and any(one.root.startswith(late) for one in headers):
+            if load.erased and any(one.root.startswith(load.erased) for one in headers):
                 return False
             publish()
             return True
@@ -356,7 +362,7 @@ class WriteBehind:
     # tier finds neither, under the lock, and gives them back, once. `drop_stored` and `erasing` leave them to tiers that write.
     def _claim(self, tier: int, mine: Sequence[WriteBatch]) -> list[WriteBatch]:
         taken: list[WriteBatch] = []
-        size, waits = 0, set[float]()
+        size, waits = 0, set[BlockRead | None]()
         for batch in mine:
             if tier not in batch.pending:  # it lost its slots to an earlier one, and was dropped
                 continue
@@ -380,7 +386,7 @@ class WriteBehind:
         """Slots for a postponed promotion: free ones, or those of later blocks of its load, which wait for it."""
         slots = batch.pool.take(len(batch.headers))
         while slots is None:
-            mine = (one for one in reversed(self._batches) if one.load == batch.load and one.slots)
+            mine = (one for one in reversed(self._batches) if one.load is batch.load and one.slots)
             last = next(filter(WriteBatch.is_stored, mine), None)
             if last is None:
                 return None
@@ -443,10 +449,10 @@ class WriteBehind:
         for batch in done:
             batch.pool.give(batch.slots)
 
-    def _give_up(self, tier: int, load: float) -> None:
+    def _give_up(self, tier: int, load: BlockRead | None) -> None:
         """A tier has no room for blocks of a load: it gets no later ones, which would push out the first."""
         for batch in self._batches:
-            if batch.promotion and batch.load == load and tier in batch.pending:
+            if batch.promotion and batch.load is load and tier in batch.pending:
                 batch.pending.discard(tier)
                 if not batch.pending and not batch.writing:
                     self.dropped_promotions += len(batch.headers)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import aiohttp
 from aiohttp.connector import Connection
+from yarl import URL
 
 from foreword.api.dialects.answer_reader import error_of
 from foreword.errors import ForewordError
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Longer bodies wait until the replica reads.
 _MOST_BYTES: Final = 1 << 16
+_MOST_KNOWN: Final = 4096
 _MAX_HEADER = 1000
 _KEPT_DECISIONS: Final = 1000  # what an operator looks at
 _MIN_PAUSE: Final = 0.1
@@ -208,14 +210,29 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
 
 
 class WholeRequest(aiohttp.ClientRequest):
-    """A request to a replica. A body that is there as a whole is sent with the head: aiohttp would start a task for it."""
+    """A request to a replica. A body that is there as a whole is sent with the head: aiohttp would start a task for it.
 
-    def __init__(self, *given: Any, headers: Any, data: bytes | None = None, **more: Any) -> None:
-        self._whole = data if data is not None and len(data) <= _MOST_BYTES else None
-        if self._whole is not None:
-            headers["content-length"] = str(len(self._whole))
-            data = None
-        super().__init__(*given, headers=headers, data=data, **more)
+    Args:
+        known: requests of the session with such bodies, by what differs beside headers, body and time limit. aiohttp takes
+            as many steps to make one as the router takes to place it; so it makes the first, which is copied.
+    """
+
+    def __init__(
+        self, known: dict[Any, aiohttp.ClientRequest], method: str, url: URL, *, headers: Any, data: Any, **more: Any
+    ) -> None:
+        self._whole = data if isinstance(data, bytes) and len(data) <= _MOST_BYTES and not more.get("params") else None
+        if self._whole is None:
+            super().__init__(method, url, headers=headers, data=data, **more)
+            return
+        key = method, url, more.get("auth")
+        first = known.get(key)
+        if first is None:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            first = known[key] = aiohttp.ClientRequest(method, url, **more)
+        vars(self).update(vars(first), _whole=self._whole, _timer=more["timer"], headers=first.headers.copy())
+        self.headers.update(headers)
+        self.headers["content-length"] = str(len(data))
 
     async def send(self, conn: Connection) -> aiohttp.ClientResponse:
         protocol = conn.protocol

@@ -23,14 +23,7 @@ from foreword.api.request import GenerateRequest
 from foreword.api.rights import Tenant, credentials
 from foreword.blocks.salt import Salt
 from foreword.prefixes.errors import UnknownPrefix
-from foreword.request_errors import (
-    PromptTooLong,
-    ReplicaError,
-    ReplicaFailed,
-    RequestEnded,
-    RequestLost,
-    ShuttingDown,
-)
+from foreword.request_errors import PromptTooLong, ReplicaError, ReplicaFailed, RequestEnded, RequestLost, ShuttingDown
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.extras import ServedRequest, Translation
@@ -94,15 +87,16 @@ class RoutedRequest:
     prompt: TokenizedPrompt
     session: str | None
     arrived: float
-    avoid: list[str] = field(default_factory=list, kw_only=True)
-    attempts: int = field(default=0, kw_only=True)
-    decision_text: str = field(default="", kw_only=True)
-    previous: str = field(default="", kw_only=True)
-    weights: str | None = field(default=None, kw_only=True)
-    miss: asyncio.Future[Miss] | None = field(default=None, kw_only=True)
+    # Most of these stay as they are, so `__init__` does not set them.
+    avoid: list[str] = field(default_factory=list, init=False)
+    attempts: int = field(default=0, init=False)
+    decision_text: str = field(default="", init=False)
+    previous: str = field(default="", init=False)
+    weights: str | None = field(default=None, init=False)
+    miss: asyncio.Future[Miss] | None = field(default=None, init=False)
     span: Span | None = field(default=None, kw_only=True)
-    trace_headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    flow: str = field(default="", kw_only=True)
+    trace_headers: Mapping[str, str] | None = field(default=None, init=False)
+    flow: str = field(default="", init=False)
     cache_salt: str | None = field(init=False)
     salt: Salt = field(init=False)
     priority: int | None = field(init=False)
@@ -141,11 +135,12 @@ class RoutedRequest:
         query = pool.query(
             prompt, request.model, self.salt, self.session, request.sampling.get("max_tokens"), self.weights
         )
-        avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
+        avoid = (*self.avoid, *router.not_serving(pool, request.model))
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
         repeated = prompt.source != "known" and pool.repeats(query)
-        await self.ask.wait(self.avoid, lambda: pool.free(avoid, self.weights))
+        if not self.ask.quiet:
+            await self.ask.wait(self.avoid, lambda: pool.free(avoid, self.weights))
         attempt = await pool.place(
             PlacementRequest(name, self.flow or self.tenant.name, query, prompt, avoid, self.ask)
         )
@@ -161,11 +156,12 @@ class RoutedRequest:
     ) -> None:
         """Note where it was placed."""
         router, pool, request = self.router, self.pool, self.request
-        if (attempt.decision.home is None or repeated) and not self.attempts and prompt.exact:
-            # Later requests of a session go where it is: another replica has no use for their prompts.
-            router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
-        if (attempt.decision.home is None or repeated) and not self.attempts and query.keys:
-            pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
+        if (attempt.decision.home is None or repeated) and not self.attempts:
+            if prompt.exact:
+                # Later requests of a session go where it is: another replica has no use for their prompts.
+                router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
+            if query.keys:
+                pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
         if prompt.chain is not None:
             pool.known.placed(prompt.chain, query.tokens, attempt.upstream.url, clock(), by_keys=prompt.exact)
         self.decision_text = router.decisions.record(
@@ -229,13 +225,13 @@ class ProxiedRequest(RoutedRequest):
     timeout: asyncio.Timeout | None = None
     translation: Translation | None = None
     keep: Callable[[bytes], None] | None = None
-    overloaded: int = 0
-    suspects: list[tuple[Upstream, str]] = field(default_factory=list)
-    refused: tuple[Upstream, Hashable] | None = None
-    repaired: bool = False
-    usage: TokenUsage = field(default_factory=TokenUsage)
-    counts: UsageCounts = field(default_factory=UsageCounts)
-    was_sent: bool = False
+    overloaded: int = field(default=0, init=False)
+    suspects: list[tuple[Upstream, str]] = field(default_factory=list, init=False)
+    refused: tuple[Upstream, Hashable] | None = field(default=None, init=False)
+    repaired: bool = field(default=False, init=False)
+    usage: TokenUsage = field(default=TokenUsage(), init=False)
+    counts: UsageCounts = field(default=UsageCounts(), init=False)
+    was_sent: bool = field(default=False, init=False)
 
     @property
     def dialect(self) -> str:
@@ -261,7 +257,8 @@ class ProxiedRequest(RoutedRequest):
         headers.update(self.router.auth.headers(self.tenant, credentials(client), upstream.kind))
         headers.update(self.router.asked_headers)
         headers["x-request-id"] = self.request_id
-        headers.update(self.trace_headers)
+        if self.trace_headers is not None:
+            headers.update(self.trace_headers)
         return headers
 
     def asking(self, upstream: Upstream) -> Mapping[str, str]:
@@ -365,10 +362,11 @@ class ProxiedRequest(RoutedRequest):
         attempt.upstream.refusals.served()
         if self.refused is not None and self.refused[0] is not attempt.upstream:
             self.refused[0].refusals.compared(self.refused[1], False)
-        for upstream, reason in self.suspects:
-            if upstream is not attempt.upstream:
-                self.router.failed(upstream, reason)
-        self.suspects.clear()
+        if self.suspects:
+            for upstream, reason in self.suspects:
+                if upstream is not attempt.upstream:
+                    self.router.failed(upstream, reason)
+            self.suspects.clear()
 
     def began_stream(self) -> None:
         """A stream's first token came. From now on only its pauses are limited, unless the client set a limit."""

@@ -99,10 +99,20 @@ class ReplicaPool:
         self.panic = False
         self._max_waiting, self._max_queue = config.max_waiting, config.max_queue
         self._timer: asyncio.TimerHandle | None = None
-        # The last result of `_key_spaces`, with what it was of.
-        self._spaces: tuple[list[ReplicaInfo], str | None, list[KeySpace]] = [], None, []
+        self._note_infos()
 
     # Replicas
+
+    def _note_infos(self) -> None:
+        """Note what each request needs of the replicas, which have joined, changed or left."""
+        found = self.upstreams.values()
+        kinds = {one.kind for one in found}
+        # The kind of server whose requests all replicas understand.
+        self.kind: ReplicaKind = (
+            "foreword" if kinds <= {"foreword"} else "vllm" if kinds <= {"foreword", "vllm"} else "openai"
+        )
+        self._tokenizing = [one for one in found if one.info and one.info.tokenize_path]
+        self._spaces: dict[str | None, list[KeySpace]] = {}  # by required weights
 
     def add(self, upstream: Upstream) -> None:
         """Add a replica, or apply a change of what it serves."""
@@ -112,6 +122,7 @@ class ReplicaPool:
             self.fleet.remove(upstream.url)
         self.known.removed(upstream.url)
         self.upstreams[upstream.url] = upstream
+        self._note_infos()
         self.fleet.add(
             upstream.url,
             role=upstream.spec.role,  # type: ignore[arg-type]  # checked by parse_spec
@@ -128,6 +139,7 @@ class ReplicaPool:
     def remove(self, upstream: Upstream) -> None:
         """Streams from the replica continue to their end."""
         if self.upstreams.pop(upstream.url, None) is not None:
+            self._note_infos()
             self.fleet.remove(upstream.url)
             self.known.removed(upstream.url)
             self.serve_queue()
@@ -164,12 +176,6 @@ class ReplicaPool:
         found = {name for upstream in self.upstreams.values() if upstream.info for name in upstream.info.models}
         return found | {self.model}
 
-    @property
-    def kind(self) -> ReplicaKind:
-        """The kind of server whose requests all replicas understand."""
-        kinds = {upstream.kind for upstream in self.upstreams.values()}
-        return "foreword" if kinds <= {"foreword"} else "vllm" if kinds <= {"foreword", "vllm"} else "openai"
-
     def with_weights(self, weights: str) -> list[Upstream]:
         """The replicas that are known to have these weights."""
         return [one for one in self.upstreams.values() if one.weights == weights]
@@ -205,9 +211,11 @@ class ReplicaPool:
 
     def tokenizing_replicas(self, avoid: Sequence[str] = (), weights: str | None = None) -> list[Upstream]:
         """Replicas that can tokenize: the least loaded first, those to avoid last. With `weights` only those that have them."""
+        if not (found := self._tokenizing):
+            return []
         now = clock()
-        able = self.upstreams.values() if weights is None else self.with_weights(weights)
-        found = [one for one in able if one.info and one.info.tokenize_path]
+        if weights is not None:
+            found = [one for one in found if one.weights == weights]
         return sorted(found, key=lambda one: (one.url in avoid, bool(one.excluded(now)), one.in_flight, one.url))
 
     def speaks(self, dialect: str) -> bool:
@@ -231,22 +239,21 @@ class ReplicaPool:
         max_output: int | None,
         required_weights: str | None = None,
     ) -> PlacementQuery:
-        main, *others = self._key_spaces(required_weights)
-        name = model or self.model
+        spaces, name = self._key_spaces(required_weights), model or self.model
+        weights, size = main = spaces[0]
         keys = self._keys(prompt, name, main, salt)
-        other_keys = {space: self._keys(prompt, name, space, salt) for space in others}
-        weights, size = main
+        several, public = len(spaces) > 1, self.fleet.directory.public.keys
         return PlacementQuery(
             keys,
             max(prompt.count, 1),
             size,
             session,
             max_output,
-            other_keys,
+            {space: self._keys(prompt, name, space, salt) for space in spaces[1:]} if several else {},
             weights,
             required_weights,
-            self._public_keys(prompt, name, (main, *others), salt),
-            self._held(prompt),
+            self._public_keys(prompt, name, spaces, salt) if public else {},
+            self._held(prompt) if prompt.held else {},
         )
 
     def _held(self, prompt: TokenizedPrompt) -> Mapping[str, int]:
@@ -266,10 +273,11 @@ class ReplicaPool:
 
     def _key_spaces(self, required_weights: str | None) -> list[KeySpace]:
         """Weights and block sizes of the replicas: those of most of them first, for every router the same."""
-        infos = [one.info for one in self.upstreams.values() if one.info is not None]
-        if not infos or self._spaces[:2] != (infos, required_weights):
-            self._spaces = infos, required_weights, _key_spaces(infos, required_weights)
-        return self._spaces[2]
+        found = self._spaces.get(required_weights)
+        if found is None:
+            infos = [one.info for one in self.upstreams.values() if one.info is not None]
+            found = self._spaces[required_weights] = _key_spaces(infos, required_weights)
+        return found
 
     def _keys(self, prompt: TokenizedPrompt, model: str, space: KeySpace, salt: Salt) -> list[bytes]:
         weights, size = space
@@ -282,7 +290,7 @@ class ReplicaPool:
         self, prompt: TokenizedPrompt, model: str, spaces: Sequence[KeySpace], salt: Salt
     ) -> dict[KeySpace, list[bytes]]:
         public, found = self.fleet.directory.public, dict[KeySpace, list[bytes]]()
-        for space in spaces if public.keys else ():
+        for space in spaces:
             scope = Scope(key_model(model, space[0]).encode(), space[1], salt)
             with contextlib.suppress(BadRequest):
                 keys = public.keys_of(scope, prompt.tokens)
@@ -292,13 +300,17 @@ class ReplicaPool:
 
     def repeats(self, query: PlacementQuery) -> bool:
         """Whether it is a single prompt that ends with the same full block as an earlier one: not a conversation that grows."""
-        now, spaces = clock(), (query.keys, *query.other_keys.values())
-        return query.session is None and any(self.fleet.sessions.find(None, keys[-1:], now) for keys in spaces)
+        if query.session is not None:
+            return False
+        now, find = clock(), self.fleet.sessions.find
+        known = find(None, query.keys[-1:], now)
+        return bool(known or (query.other_keys and any(find(None, k[-1:], now) for k in query.other_keys.values())))
 
     async def place(self, request: PlacementRequest) -> Attempt:
         """Place a request, after waiting in the queue if necessary. Raises QueueFull or NoReplica."""
         has_begun = request.query.required_weights is not None
-        bound = has_begun or (request.ask is not None and request.ask.allowed() is not None)
+        ask = request.ask if request.ask is not None and not request.ask.quiet else None
+        bound = has_begun or (ask is not None and ask.allowed() is not None)
         attempt = self._try_place(request) if bound or not len(self.queue) else None
         if attempt is not None:
             return attempt
@@ -309,7 +321,7 @@ class ReplicaPool:
     def _try_place(self, request: PlacementRequest) -> Attempt | None:
         """None if all suitable replicas are overloaded. Raises NoReplica if there are none, or if too many died."""
         now = clock()
-        only = self._only(request, now)
+        only = self._only(request, now) if request.ask is not None and not request.ask.quiet else None
         if only is not None and not any(self._is_free(url, now) for url in only):
             return None
         for upstream in self.upstreams.values():

@@ -189,7 +189,7 @@ def parse_spec(text: str, role: str = "both") -> ReplicaSpec:
             raise ConfigError(f"replica {url}: {name} is written tcp://HOST:PORT or ipc://PATH, not {given[name]!r}")
     if "replay" in given and "events" not in given:
         raise ConfigError(f"replica {url}: replay needs events")
-    return ReplicaSpec(f"{parts.scheme}://{parts.netloc}", **given)
+    return ReplicaSpec(f"{parts.scheme}://{parts.netloc.lower()}", **given)
 
 
 def _is_endpoint(text: str) -> bool:

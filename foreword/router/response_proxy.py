@@ -90,6 +90,23 @@ class _ResponseProxy:
         client: the stream to the client.
     """
 
+    # Defaults that most requests leave as they are. A continuation sets body and prompt of the next attempt.
+    _translated = False
+    _body: dict[str, Any] | None = None
+    _prompt: TokenizedPrompt | None = None
+    # The present attempt, and its replica's response while that is open.
+    _attempt: Attempt | None = None
+    _response: aiohttp.ClientResponse | None = None
+    _moved: ServerSentEvent | None = None
+    # The replica to which the request migrated, if it did.
+    _migrated_to: Upstream | None = None
+    # A whole response of a replica, and its body; the answer to the client.
+    _whole: tuple[aiohttp.ClientResponse, bytes] | None = None
+    _answer: Answer | None = None
+    # Why the last attempt ended; what the client gets if there is no other one, set before it is needed.
+    _broke = ""
+    _error: BaseException
+
     def __init__(self, proxied: ProxiedRequest) -> None:
         self.proxied = proxied
         self.machine = StreamMachine()
@@ -97,23 +114,7 @@ class _ResponseProxy:
         keep_alive = proxied.router.stream_keep_alive
         # A reference to this object from there would keep each request until the garbage collector comes.
         self.client = EventStream(proxied.call, partial(_head, proxied), keep_alive)
-        self._translated = False
-        # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
         self._path = path_of(proxied.request)
-        self._body: dict[str, Any] | None = None
-        self._prompt: TokenizedPrompt | None = None
-        # The present attempt, and its replica's response while that is open.
-        self._attempt: Attempt | None = None
-        self._response: aiohttp.ClientResponse | None = None
-        self._moved: ServerSentEvent | None = None
-        # The replica to which the request migrated, if it did.
-        self._migrated_to: Upstream | None = None
-        # A whole response of a replica, and its body; the answer to the client.
-        self._whole: tuple[aiohttp.ClientResponse, bytes] | None = None
-        self._answer: Answer | None = None
-        # Why the last attempt ended; what the client gets if there is no other one.
-        self._broke = ""
-        self._error: BaseException = ReplicaFailed("no replica was asked")
 
     async def run(self) -> Answer | None:
         """The answer; None if it was streamed. Raises ForewordError if nothing was sent, and ClientGone."""

@@ -182,6 +182,14 @@ class ResponseStream:
         holds_end: the end of the stream is held back, for a cache report in its usage. `end_held`: it is complete.
     """
 
+    # Defaults that most streams leave as they are.
+    usage_sent = resumed = end_held = _any_cut = _refused = False
+    stamp: str | None = None
+    last_stamp: str | None = None
+    _last: tuple[dict[str, Any], UsageCounts] | None = None
+    _pieces = 0  # of output without token ids
+    _held = _finish = b""
+
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.reader = AnswerReader()
@@ -191,22 +199,9 @@ class ResponseStream:
         self.exact = len(request.prompts) <= 1
         self.text_only = True
         self.head: dict[str, Any] = {}
-        self.opened = False
-        self.begun = False
-        self.usage_sent = False
-        self.done = False
-        self.cut = self._any_cut = False
-        self.converts = self.resumed = False
-        self.stamp: str | None = None
-        self.last_stamp: str | None = None
-        self.holds_end = False
-        self.end_held = False
+        self.opened = self.begun = self.done = self.cut = self.converts = self.holds_end = self._restarted = False
         self._source = _Source()
         self._passes = request.dialect in TRANSLATED
-        self._last: tuple[dict[str, Any], UsageCounts] | None = None
-        self._restarted = self._refused = False
-        self._pieces = 0  # of output without token ids
-        self._held = self._finish = b""
         # Text of the only choice follows text that was sent, and goes to the client as it comes.
         self._in_text = False
 

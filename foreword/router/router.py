@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import aiohttp
 import zmq.asyncio
@@ -129,7 +130,8 @@ class Router:
         self.fronts: list[Front] = []
         self.suspects = Suspects(self._serve_waiting)
         given = config.router
-        self._limits: tuple[object, Limits] = (None, Limits())
+        self._limits: Limits | None = None  # None: to be found anew
+        self._serving = False  # `_serve_queues` is to be called
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
         self.order = order_for(config.server)
@@ -206,7 +208,7 @@ class Router:
             connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=5, **reuse),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
-            request_class=WholeRequest,
+            request_class=cast(Any, partial(WholeRequest, {})),
             **options,
         )
 
@@ -261,6 +263,7 @@ class Router:
         """Remove a replica. Streams from it continue to their end. Raises NotFound."""
         upstream = self.find(url)
         del self.upstreams[upstream.url]
+        self._limits = None
         self._forget(upstream)
         upstream.tasks.pop().cancel()
         self.metrics.remove_replica(upstream.url)
@@ -300,11 +303,11 @@ class Router:
 
     def pool(self, model: str | None) -> ReplicaPool:
         """The pool that serves a model. Raises UnknownModel, or NoReplica while no replica is ready."""
+        if model and (named := self.pools.get(model)) is not None and named.upstreams:
+            return named
         pools = [pool for pool in self.pools.values() if pool.upstreams]
         if not model and len(pools) == 1:
             return pools[0]
-        if model is not None and model in self.pools and self.pools[model].upstreams:
-            return self.pools[model]
         for pool in pools:
             if model in pool.model_names():
                 return pool
@@ -324,13 +327,13 @@ class Router:
 
     def limits(self) -> Limits:
         """The limits of a body: what the longest prompt of any replica could need, and images for others than Foreword's."""
-        found = {(one.info.kind, one.info.max_model_len) for one in self.upstreams.values() if one.info}
-        if self._limits[0] != found:
-            longest = max((length for _, length in found if length), default=_UNKNOWN_MODEL_LEN)
-            images = self.server_config.max_body == "auto" and any(kind != "foreword" for kind, _ in found)
+        if self._limits is None:
+            found = [one.info for one in self.upstreams.values() if one.info]
+            longest = max((one.max_model_len for one in found if one.max_model_len), default=_UNKNOWN_MODEL_LEN)
+            images = self.server_config.max_body == "auto" and any(one.kind != "foreword" for one in found)
             text, most = self.server_config.body_limit(longest), MAX_BODY_BYTES if images else 0
-            self._limits = found, Limits.for_model(longest, text, most)
-        return self._limits[1]
+            self._limits = Limits.for_model(longest, text, most)
+        return self._limits
 
     # Results of requests
 
@@ -430,7 +433,14 @@ class Router:
         self.failed(upstream, reason, certain=True)
 
     def _serve_waiting(self) -> None:
-        """Requests may be free to be placed."""
+        """Requests may be free to be placed. What begins to wait later finds that itself."""
+        if not self._serving and any(pool.waiting for pool in self.pools.values()):
+            self._serving = True
+            # Not from within a change of a pool, which is not complete yet; once for all that ends in one turn of the loop.
+            asyncio.get_running_loop().call_soon(self._serve_queues)
+
+    def _serve_queues(self) -> None:
+        self._serving = False
         for pool in self.pools.values():
             if pool.waiting:
                 pool.serve_queue()
@@ -534,7 +544,7 @@ class Router:
         elif info.weights is None:
             return  # it was asked again for them
         self._unsubscribe(upstream)
-        upstream.info, upstream.unconfirmed = info, False
+        upstream.info, upstream.unconfirmed, self._limits = info, False, None
         upstream.isolation_problem = self._isolation_problem(info)
         pool = self.pools.get(model)
         if pool is None:

@@ -188,6 +188,11 @@ class Ask:
         found = [(key, self._suspects.find(key)) for key in self._keys]
         return [one for key, one in found if one is not None and (key == self._asked.whole or one.deaths)]
 
+    @property
+    def quiet(self) -> bool:
+        """Nothing is known of it: any replica may get it at once."""
+        return not self._suspects.accused and self._asked.whole not in self._suspects
+
     def _suspicion(self, key: bytes) -> _Suspicion:
         return self._suspects.get(key, whole=key == self._asked.whole)
 
@@ -235,9 +240,10 @@ class Ask:
 
     def sent(self, *urls: str) -> Flight:
         """The ask is sent to these replicas."""
-        flight = Flight(self, urls)
-        for key in self._keys:
-            self._suspects.add(key, flight, whole=key == self._asked.whole)
+        flight, suspects, whole = Flight(self, urls), self._suspects, self._asked.whole
+        for key in self._asked:
+            if key is not None and not suspects.was_served(key):
+                suspects.add(key, flight, whole=key == whole)
         return flight
 
     def died(self, upstream: Upstream, tokens: int = 0) -> None:
@@ -286,7 +292,7 @@ class Suspects:
     """Asks that are at replicas now, and replicas that have died. Runs on the event loop.
 
     Args:
-        on_change: called when requests may have become free to be placed.
+        on_change: called when requests may have become free to be placed, also from within a change of a pool.
 
     Attributes:
         refused: number of requests that were refused.
@@ -299,12 +305,15 @@ class Suspects:
         self._on_change = on_change
         self.refused = 0
         self.accused = False
-        self._notified = False
         self._waiting = set[asyncio.Future[None]]()
 
     def __len__(self) -> int:
         """Digests at which replicas have died."""
         return sum(bool(one.deaths) for one in self._suspicions.values())
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a request with this digest runs, or replicas have died at one."""
+        return key in self._suspicions
 
     def find(self, key: bytes) -> _Suspicion | None:
         """Knowledge of a digest, without what is forgotten."""
@@ -380,17 +389,11 @@ class Suspects:
 
     def notify(self) -> None:
         """An attempt is over, or a death was noted."""
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-        self._waiting.clear()
-        if not self._notified:
-            self._notified = True
-            # Not from within a change of a pool, which is not complete yet.
-            asyncio.get_running_loop().call_soon(self._tell)
-
-    def _tell(self) -> None:
-        self._notified = False
+        if self._waiting:
+            for future in self._waiting:
+                if not future.done():
+                    future.set_result(None)
+            self._waiting.clear()
         self._on_change()
 
     async def changed(self, seconds: float | None = None) -> None:
@@ -411,16 +414,14 @@ class AskDigests(NamedTuple):
 def asked_of(request: GenerateRequest, model: str) -> AskDigests:
     """The digests of a request to this model."""
     where = f"{request.path or request.dialect}\0{request.model or model}".encode()
-    given, generates = request.body.fields, request.dialect in _GENERATING
-    seen = [name for name in sorted(given) if (name in _SEEN if generates else name not in _UNSEEN)]
-    fields = {name: _plain(given[name]) for name in seen}
-    whole = blake2b(where, digest_size=16)
-    for name, value in fields.items():
-        whole.update(b"%b %d %b" % (name.encode(), len(value), value))
-    prompt = b"".join([fields[name] for name in _PROMPT if name in fields])
+    given, fields, parts = request.body.fields, dict[str, bytes](), [where]
+    for name in sorted(given.keys() & _SEEN if request.dialect in _GENERATING else given.keys() - _UNSEEN):
+        value = fields[name] = _plain(given[name])
+        parts += name.encode(), b" %d " % len(value), value
+    prompt = b"".join(filter(None, map(fields.get, _PROMPT)))
     length = 1 << max((3 * len(prompt) // 4).bit_length() - 1, 0)
     start = blake2b(where + prompt[:length], digest_size=16).digest() if length >= _LEAST_START else None
-    return AskDigests(whole.digest(), start)
+    return AskDigests(blake2b(b"".join(parts), digest_size=16).digest(), start)
 
 
 def _plain(raw: msgspec.Raw) -> bytes:

@@ -163,7 +163,7 @@ class ObjectWatch(Generic[Kind]):
         self._api, self._what, self._kind, self._changed = api, what, kind, changed
         self.objects: dict[str, Kind] = {}
         self._version = ""
-        # What is wrong, without details that differ each time; None before the first answer, empty if nothing is.
+        # The present failure, without details that differ each time; None before the first answer, empty if all works.
         self._problem: str | None = None
 
     async def run(self) -> None:

@@ -101,8 +101,6 @@ class _Conversation:
 
     def trim(self) -> list[bytes]:
         """Drop the links in the middle of a long conversation, and return them."""
-        if len(self.links) <= _FIRST + _LAST:
-            return []
         names = list(self.links)
         gone = names[_FIRST : max(len(names) - _LAST, _FIRST)]
         for name in gone:
@@ -130,11 +128,7 @@ class KnownPrompts:
     def __init__(self, max_bytes: int = _MAX_BYTES, ttl: float = 3600.0) -> None:
         self.ttl = ttl
         self._kept: Bounded[_Key, _Conversation] = Bounded(
-            max_bytes,
-            size=lambda _, one: one.weight,
-            owner=lambda key: key[0],
-            most=_MOST,
-            dropped=self._unlink,
+            max_bytes, size=lambda _, one: one.weight, owner=lambda key: key[0], most=_MOST, dropped=self._unlink
         )
         self._by_link: dict[bytes, _Key] = {}
         self._numbers = itertools.count()
@@ -184,7 +178,7 @@ class KnownPrompts:
         key, one, grown = self._begin(chain)
         end = one.links[chain.links[-1]]
         if not end.whole:
-            one.links[chain.links[-1]] = end._replace(tokens=tokens)
+            one.links[chain.links[-1]] = _Link(end.size, tokens, False)
         one.replica, one.joined, one.placed_at, one.by_keys = replica, self._joined[replica], now, by_keys
         (self._keep if grown else self._claim)(key, one)
 
@@ -240,9 +234,10 @@ class KnownPrompts:
                 one.links[name] = link._replace(tokens=round(tokens * link.size / max(whole, 1)))
 
     def _keep(self, key: _Key, one: _Conversation) -> None:
-        for name in one.trim():
-            if self._by_link.get(name) == key:
-                del self._by_link[name]
+        if len(one.links) > _FIRST + _LAST:
+            for name in one.trim():
+                if self._by_link.get(name) == key:
+                    del self._by_link[name]
         self._claim(key, one)
         self._kept[key] = one
 

@@ -79,7 +79,9 @@ class SessionTable:
         name = session if session is not None else keys[-1] if keys else None
         if name is None:
             return
-        number = self._number(SessionHome(replica, weights))
+        number = self._numbers.get((replica, weights, 0))  # type: ignore[call-overload]  # equal to a SessionHome
+        if number is None:
+            number = self._number(SessionHome(replica, weights))
         hashed, first = self._hashed(name)
         slots = self._names[first : first + self._ways]
         if hashed in slots:
@@ -123,9 +125,13 @@ class SessionTable:
 
     def _name(self, slot: int, hashed: int) -> None:
         """Give a slot to a name."""
-        counts, mask = self._counts, len(self._counts) - 1
-        counts[self._names[slot] & mask] -= self._names[slot] != _FREE
-        counts[hashed & mask] += hashed != _FREE
+        counts, mask, before = self._counts, len(self._counts) - 1, self._names[slot]
+        if before == hashed:
+            return
+        if before != _FREE:
+            counts[before & mask] -= 1
+        if hashed != _FREE:
+            counts[hashed & mask] += 1
         self._names[slot] = hashed
 
     def _hashed(self, name: str | bytes) -> tuple[int, int]:

@@ -13,8 +13,9 @@ import itertools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 Result = TypeVar("Result")
 
@@ -26,6 +27,28 @@ _POPULATE_PAUSE: Final = 0.002  # seconds after each piece: at most half a gigab
 _POPULATE_NICE: Final = 10
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the module mmap
 _cores: frozenset[int] = frozenset()
+
+
+class Forked(Protocol):
+    """An object with locks, threads or connections that a forked child cannot use."""
+
+    def after_fork(self) -> None: ...
+
+
+_forked: Final[weakref.WeakSet[Forked]] = weakref.WeakSet()
+
+
+def renew_in_child(owner: Forked) -> None:
+    """Let a forked child begin with `owner.after_fork()`: a thread that the child does not have may have held a lock of it."""
+    _forked.add(owner)
+
+
+def _after_fork() -> None:
+    for owner in list(_forked):
+        owner.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def lower_priority(nice: int) -> None:

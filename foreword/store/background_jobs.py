@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import threading
 import time
 import weakref
@@ -15,7 +14,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
 from foreword.futures import complete
-from foreword.store.background import background_thread
+from foreword.store.background import background_thread, renew_in_child
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +60,7 @@ class BackgroundJobs:
         self._work = _Work(name, tick, every)
         weakref.finalize(self, self._work.end).atexit = False
         _all.add(self)
+        renew_in_child(self)
         if tick is not None:
             self._start_thread()
 
@@ -137,7 +137,7 @@ class BackgroundJobs:
                 thread.join(max(until - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._work.threads)
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         self.dropped["fork"] += len(self._work.open)
         self._work.reset()
 
@@ -240,11 +240,6 @@ def all_jobs() -> list[BackgroundJobs]:
     return list(_all)
 
 
-def _after_fork() -> None:
-    for jobs in all_jobs():
-        jobs._after_fork()
-
-
 def _at_exit() -> None:
     """Threads that are in a library's code while the interpreter ends may end the process by a signal."""
     until, found = time.monotonic() + _EXIT_SECONDS, all_jobs()
@@ -254,5 +249,4 @@ def _at_exit() -> None:
         jobs._join(until)
 
 
-os.register_at_fork(after_in_child=_after_fork)
 atexit.register(_at_exit)

@@ -109,16 +109,16 @@ class ChainLru:
         None if no block last used before the time `before` can be evicted. `name` is that of the block to add.
         """
         self.evicted = None
-        adding = self._tenant_of(name)
-        tenant = self._tenants.get(adding)
-        if tenant is not None and tenant.slots >= self._quota:
-            return self._evict(before, adding, [adding])
+        if self._quota < self.slots:
+            tenant = self._tenants.get(adding := self._tenant_of(name))
+            if tenant is not None and tenant.slots >= self._quota:
+                return self._evict(before, adding, [adding])
         if self._free:
             return self._free.pop()
         if self._next_unused < self.slots:
             self._next_unused += 1
             return self._next_unused - 1
-        return self._evict(before, adding)
+        return self._evict(before, self._tenant_of(name))
 
     def free(self, slot: int) -> None:
         """Make a slot available to `allocate` again. Its block was removed before."""
@@ -127,7 +127,8 @@ class ChainLru:
     def add(self, slot: int, name: Name, parent: Name, depth: int, now: int, *, queue: bool = True) -> None:
         """Put a block into an allocated slot. Its parent may be added later or never (the root of a chain).
 
-        `queue`: without it the block can be evicted after `enqueue` only: most blocks of a chain are no leaves then.
+        `queue`: without it the block can be evicted after `enqueue` only: most blocks of a chain are no leaves then; and the
+        caller notes that the tenant uses the store.
         """
         self.index[name] = slot
         self.names[slot] = name
@@ -140,7 +141,8 @@ class ChainLru:
         if tenant is None:
             tenant = self._tenants[key] = _Tenant()
         tenant.slots += 1
-        tenant.used_at = time.monotonic()
+        if queue:
+            tenant.used_at = time.monotonic()
         self.parents[slot] = self._add_child(parent) if parent != name else None
         if queue and not self._children[slot]:
             self._push(slot, tenant)

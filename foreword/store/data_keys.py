@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foreword.blocks.salt import GENERATION_BYTES, GENERATION_MARK, TENANT_BYTES, Salt, ungenerated
 from foreword.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
-from foreword.store.background import background_thread
+from foreword.store.background import background_thread, renew_in_child
 from foreword.store.base import Store, time_left
 from foreword.store.frame import ENCRYPTED
 from foreword.store.key_interfaces import TenantKeys
@@ -215,15 +215,19 @@ class DataKeys(TenantKeys):
         self._config = config
         self._masters = MasterKeys(config)
         self._store = KeyStoreCalls(store or _opened(config), config.check_seconds, call_seconds)
-        self._lock = threading.Lock()  # of the tables of locks, and of the start of the thread that looks
-        self._sealing, self._looking_at = TenantLocks(self._lock), TenantLocks(self._lock)
         self._entries: dict[tuple[bytes, int], _Entry] = {}
         self._destructions = 0
         self._active: dict[bytes, tuple[int | None, float]] = {}
         self._generations: dict[bytes, _Generation] = {}
         self._closed = threading.Event()
-        self._looking: threading.Thread | None = None
         self.on_end: list[Callable[[bytes], object]] = []
+        self.after_fork()
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()  # of the tables of locks, and of the start of the thread that looks
+        self._sealing, self._looking_at = TenantLocks(self._lock), TenantLocks(self._lock)
+        self._looking: threading.Thread | None = None
 
     @property
     def answers(self) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 from foreword.config import read_text
 from foreword.errors import ConfigError, reason_of
-from foreword.store.background import background_thread
+from foreword.store.background import background_thread, renew_in_child
 from foreword.store_config import EncryptionConfig
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class MasterKeys:
     def __init__(self, config: EncryptionConfig) -> None:
         self._config = config
         self._keys = self._read()  # is replaced as a whole, so readers take no lock
+        self.after_fork()
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
         self._lock = threading.Lock()  # of the two below
         self._attempt: _Attempt | None = None
         self._ended_at = time.monotonic()  # when the last attempt ended

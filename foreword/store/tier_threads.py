@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import queue
 import threading
 import time
@@ -20,7 +19,7 @@ from functools import partial
 from typing import Final, Generic, TypeVar
 
 from foreword.errors import StoreError, StoreHung, StoreUnavailable
-from foreword.store.background import background_thread
+from foreword.store.background import background_thread, renew_in_child
 from foreword.store.base import Name, Store
 from foreword.store.tier_counters import TierCounters
 
@@ -185,10 +184,10 @@ class TierThreads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._after_fork()
-        _all.add(self)
+        self.after_fork()
+        renew_in_child(self)
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         """Start without threads: those of the parent do not exist in a forked child."""
         self._calls: queue.SimpleQueue[TierCall[object] | None] = queue.SimpleQueue()
         self.lock = threading.Lock()
@@ -280,17 +279,6 @@ def _serve(owner: weakref.ref[TierThreads], calls: queue.SimpleQueue[TierCall[ob
         if call is not None:
             threads._run(call)
         del threads, call
-
-
-_all: weakref.WeakSet[TierThreads] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for threads in list(_all):
-        threads._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class StoreGuard:

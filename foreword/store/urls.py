@@ -9,6 +9,7 @@ make a tiered store, fastest first.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _LOCATION: Final = "location/id"
 _LOCATION_SECONDS: Final = 5.0
+_OPTION: Final = re.compile(r"&(\w+)=")
 _RAW: Final = "raw"  # no codec
 _CODECS: Final = "foreword.store.codec:CODECS"
 _RULE: Final = "foreword.store.tier_admission:AdmissionRule"
@@ -53,6 +55,9 @@ def parse(url: str) -> StoreUrl:
         kind = TYPES[parts.scheme]
     except StoreConfigError as error:
         raise StoreConfigError(f"{redacted(url)!r}: {error.message}") from None
+    if option := _OPTION.search(parts.path):
+        where = redacted(url)[: redacted(url).index("&")]
+        raise StoreConfigError(f"{where}: options begin with '?', so write ?{option[1]}=")
     given = parse_qsl(parts.query, keep_blank_values=True)
     options = dict(given)
     if len(options) < len(given):

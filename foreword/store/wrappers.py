@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from foreword.errors import StoreError
+from foreword.store.background import renew_in_child
 from foreword.store.base import Erased, Name, Store, StoredBlock, StoreStatus
 from foreword.store.frame import Frame
 
@@ -124,6 +125,10 @@ class FormChanger(StoreWrapper):
         super().__init__(inner)
         self._replaceable: set[Name] = set()
         self._notes = dict.fromkeys(notes, 0)
+        self.after_fork()
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
         self._lock = threading.Lock()  # of the counts
 
     def count(self, **more: int) -> None:

@@ -4,13 +4,15 @@ docs/generate.py makes README's table:
     python tests/integrations/engine_suites.py                  all engines whose interpreter is there
     python tests/integrations/engine_suites.py vLLM llama.cpp   these
 
-An engine's interpreter is this one, or what FOREWORD_VLLM_PYTHON, FOREWORD_SGLANG_PYTHON and FOREWORD_LLAMA_PYTHON name. It
-needs no pytest: this one's is lent to it. What is not run keeps its row.
+A file with an engine's subclass of the contract says so itself, in a literal `ENGINES`, which is read without importing the
+file: that may need the engine. An engine's interpreter is this one, or what FOREWORD_VLLM_PYTHON, FOREWORD_SGLANG_PYTHON and
+FOREWORD_LLAMA_PYTHON name. It needs no pytest: this one's is lent to it. What is not run keeps its row.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import datetime
 import importlib.util
 import json
@@ -38,17 +40,19 @@ class Suite(NamedTuple):
     """Where an engine's subclass of the contract is, and what it runs in.
 
     Attributes:
+        file: with the name of the class behind `::` where the file has other tests, too.
+        guide: its page in docs/guides.
+        how: what Foreword is under this engine.
         variable: names the engine's interpreter; "" for this one.
         package: its distribution, whose version is shown; "" for none.
-        how: what Foreword is under this engine.
         inside: the tests run in the engine's interpreter, and not in this one.
     """
 
     file: str
-    variable: str
-    package: str
-    how: str
     guide: str
+    how: str
+    variable: str = ""
+    package: str = ""
     inside: bool = True
 
     @property
@@ -56,21 +60,32 @@ class Suite(NamedTuple):
         return os.environ.get(self.variable, "") if self.variable else sys.executable
 
 
-SUITES = {
-    "vLLM": Suite(
-        "vllm_contract.py", "FOREWORD_VLLM_PYTHON", "vllm", "KV connector: offload, sharing, disaggregation", "vllm.md", False
-    ),
-    "SGLang": Suite(
-        "sglang_suite.py::TestContract", "FOREWORD_SGLANG_PYTHON", "sglang", "storage backend of HiCache", "sglang.md"
-    ),
-    "llama.cpp": Suite(
-        "llama_contract.py", "FOREWORD_LLAMA_PYTHON", "llama-cpp-python", "cache of llama-cpp-python", "llama-cpp.md"
-    ),
-    "Transformers": Suite(
-        "test_engine_contract.py::TestTransformers", "", "transformers", "`generate()` and pipelines", "transformers.md"
-    ),
-    "your own": Suite("test_engine_contract.py::TestToy", "", "", "the contract, and a toy engine", "own-engine.md"),
-}  # fmt: skip
+def _known() -> dict[str, Any]:
+    """The rows of the table, by engine."""
+    rows = json.loads(TABLE.read_text(encoding="utf-8"))["rows"] if TABLE.exists() else ()
+    return {row["engine"]: row for row in rows}
+
+
+def _suites() -> dict[str, Suite]:
+    """Suites that files of tests declare, in the order of the table; new engines come behind the others, and before those
+    without a distribution."""
+    found: dict[str, Suite] = {}
+    for path in sorted(HERE.glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and [ast.unparse(one) for one in node.targets] == ["ENGINES"]:
+                for engine, row in ast.literal_eval(node.value).items():
+                    place = "::".join(filter(None, (path.name, row.pop("tests", ""))))
+                    assert engine not in found, f"two files declare {engine}"
+                    found[engine] = Suite(place, **row)
+    order = list(_known())
+    return dict(
+        sorted(
+            found.items(), key=lambda one: (not one[1].package, order.index(one[0]) if one[0] in order else len(order))
+        )
+    )
+
+
+SUITES = _suites()
 
 
 class Ran(NamedTuple):
@@ -142,8 +157,7 @@ def main() -> int:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         about = {"engine": engine, "version": ran.version, "date": date, "how": suite.how, "guide": suite.guide}
         fresh[engine] = {**about, "tests": ran.tests}
-    known = json.loads(TABLE.read_text(encoding="utf-8"))["rows"] if TABLE.exists() else ()
-    rows = {row["engine"]: row for row in known} | fresh
+    rows = _known() | fresh
     table = {
         "command": "python tests/integrations/engine_suites.py",
         "rows": [rows[name] for name in SUITES if name in rows],

@@ -14,6 +14,15 @@ from foreword.conformance.engine_contract import EngineContract, EngineRun, Star
 from foreword.integrations.llama_cpp import ForewordCache, _payloads, _state
 from foreword.store.tiered import TieredStore
 
+ENGINES = {
+    "llama.cpp": {
+        "guide": "llama-cpp.md",
+        "how": "cache of llama-cpp-python",
+        "variable": "FOREWORD_LLAMA_PYTHON",
+        "package": "llama-cpp-python",
+    }
+}
+
 BLOCK = 8
 
 

@@ -48,6 +48,15 @@ from foreword.integrations.sglang.hicache_identity import server_namespace
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
+ENGINES = {
+    "SGLang": {
+        "tests": "TestContract",
+        "guide": "sglang.md",
+        "how": "storage backend of HiCache",
+        "variable": "FOREWORD_SGLANG_PYTHON",
+        "package": "sglang",
+    }
+}
 KINDS = {"mha": case.mha, "mla": case.mla, "mamba": case.mamba}
 ORDERS = ("layer_first", "page_first", "page_first_direct", "page_head")
 POOLS: dict[str, Callable[[], Any]] = {

@@ -26,6 +26,16 @@ from foreword.conformance.engine_contract import EngineContract, EngineRun, Star
 from foreword.integrations.transformers import attach
 from foreword.store.tiered import TieredStore
 
+ENGINES = {
+    "Transformers": {
+        "tests": "TestTransformers",
+        "guide": "transformers.md",
+        "how": "`generate()` and pipelines",
+        "package": "transformers",
+    },
+    "your own": {"tests": "TestToy", "guide": "own-engine.md", "how": "the contract, and a toy engine"},
+}
+
 BLOCK = 8
 _TOY = Path(__file__).parents[2] / "examples" / "toy-engine" / "toy_engine.py"
 

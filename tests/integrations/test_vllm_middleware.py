@@ -4,11 +4,13 @@ that request, and what is kept has limits."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,8 +23,12 @@ from vllm_stub import stubbed_vllm
 
 from foreword.api.front_contract import Asked, FrontContract, RunningFront
 from foreword.api.http import bind
+from foreword.conformance import make_frames, names_of, put_all, soon
 from foreword.prefixes.book import TENANT_PREFIXES
 from foreword.process_config import ServerConfig
+from foreword.store.disk.disk_store import DiskStore
+from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tiered import TieredStore
 
 RULES = "be brief"
 CHAT = [{"role": "system", "content": "x"}]
@@ -464,3 +470,18 @@ def test_sessions_of_many_salts(vllm: Callable[[str], Any]) -> None:
     for number in range(200):
         sessions.open(b"%d" % number, "one")
     assert [bool(sessions.all(b"%d" % number)) for number in range(200)] == [False] * 150 + [True] * 50
+
+
+def test_pins_in_tiers_that_are_written(vllm: Callable[[str], Any], tmp_path: Path) -> None:
+    """A prefix is pinned as a whole where all tiers that are written have pinned it. One that is only read is not asked, which
+    would count as its failure."""
+    frames = make_frames(1, 4, 1000)
+    with contextlib.closing(DiskStore(tmp_path, 1 << 20)) as shared:
+        assert put_all(shared, frames) == 4
+    stores = MemoryStore(1 << 20), DiskStore(tmp_path, 1 << 20, read_only=True)
+    with contextlib.closing(TieredStore(stores, writable=[0])) as store:
+        pin = vllm("vllm_middleware.prefix_storage").pin_in_tiers
+        assert pin(store, [(1000, names_of(frames))]) == (0, False)
+        store.put(frames, deadline=soon())
+        assert pin(store, [(1000, names_of(frames[:3])), (1000, names_of(frames[3:]))]) == (4000, True)
+        assert not store.tiers[1].counters.errors and store.tiers[1].breaker.closed

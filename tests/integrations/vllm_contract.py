@@ -20,6 +20,16 @@ from foreword.conformance.engine_contract import EngineContract, EngineRun, Star
 from foreword.referee.process import Forked
 from foreword.store.tiered import TieredStore
 
+ENGINES = {
+    "vLLM": {
+        "guide": "vllm.md",
+        "how": "KV connector: offload, sharing, disaggregation",
+        "variable": "FOREWORD_VLLM_PYTHON",
+        "package": "vllm",
+        "inside": False,
+    }
+}
+
 
 def _end(process: Forked) -> None:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):

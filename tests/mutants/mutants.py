@@ -284,7 +284,7 @@ MUTANTS = (
     Mutant(
         "write queue: what was erased is promoted",
         "foreword/offload/writer.py",
-        "            if any(started <= one.until and batch.is_of(one.roots) for one in self._erased):",
+        "            if read is not None and batch.is_of(read.erased):",
         "            if False:",
         ("tests/test_offload.py",),
     ),

@@ -150,8 +150,9 @@ def test_strangers_cannot_write_lines(where: str, logs: Logs) -> None:
     if where == "router":
         assert logs.post(where, "hostile", {"model": "hostile", "prompt": [1, 2, 3]}).status_code >= 500
         logs.request(where, "hostile")
-    for path in ('/v1/%0a{"level":"INFO"}', "/%22%7d%0d%0a", "/" + "%e2%80%a8" * 500):
+    for path in ('/v1/%0a{"level":"INFO"}', "/%22%7d%0d%0a", "/" + "%e2%80%a8" * 500, '/"' * 3900):
         http_client.get(logs.urls[where] + path, headers={"x-request-id": 'a"}\t{"b'})
+    logs.post(where, '"' * 128, {"model": "\u6a21" * 4000, "prompt": "x"})
     http_client.get(
         f"{logs.urls[where]}/v1/models", headers={"authorization": f'Bearer "{"k" * 4000}', "x-request-id": "end"}
     )

@@ -110,8 +110,8 @@ def test_a_failing_api_server_changes_nothing(
 def test_kinds_that_are_absent(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged once that a cluster does not have a kind of objectives, and how many there are of one that it has, also if
-    there are none."""
+    """A kind of objectives that a cluster does not have is logged once, and how many there are of one that it has, also if there
+    are none."""
     monkeypatch.setattr(kubernetes_watch, "_MAX_PAUSE", 0.05)
     caplog.set_level("INFO")
     api = KubernetesApi(loop, tmp_path, OLDER)
@@ -179,7 +179,7 @@ def test_lists_without_an_end(
 
 
 def test_an_event_looks_at_no_other_object(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an event costs does not grow with the number of objectives: once they are known, it reads the pool of none."""
+    """The cost of an event does not grow with the number of objectives: once they are known, it reads the pool of none."""
     reads: list[str] = []
 
     class Counted(objectives.InferenceObjective):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from processes import in_child
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, present, soon
@@ -122,6 +124,29 @@ def test_a_deletion_covers_what_is_being_written() -> None:
     writing.join(20)
     erasing.join(20)
     assert late(store, chain) == [False] * 3
+
+
+def test_a_forked_child_is_not_held_up() -> None:
+    """A child that is forked while a thread of its parent writes what was held back stores and deletes blocks: that thread,
+    which the child does not have, holds no lock there."""
+    slow, chain, more = _Slow(), make_frames(1, 3, SMALL_PAYLOAD), make_frames(2, 3, SMALL_PAYLOAD)
+    store = TieredStore([MemoryStore(1 << 20, label="memory"), slow], rules=[None, AdmissionRule(hold=1 << 20)])
+    store.put(chain, deadline=soon())
+    writing = threading.Thread(target=store.write_deferred, args=(20.0,))
+    writing.start()
+    assert slow.entered.wait(20)
+
+    def child() -> None:
+        signal.alarm(20)  # ends the child: a put waits for the lock
+        slow.go_on.set()
+        assert store.put(more, deadline=soon(10)) == 3
+        store.tiers[1].delete(names_of(more[2:]), soon(10))
+        store.write_deferred(10.0)
+        assert late(store, more) == [True, True, False]
+
+    assert in_child(child) == 0
+    slow.go_on.set()
+    writing.join(20)
 
 
 @pytest.mark.parametrize("seed", range(10))

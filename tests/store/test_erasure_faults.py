@@ -220,6 +220,36 @@ def test_a_file_system_that_takes_no_changes_for_a_while(
     assert not any(present(disk, mine)) and all(present(disk, theirs))
 
 
+def test_a_record_although_the_thread_is_busy(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of an erasure that is open comes behind its record, also while the thread repeats another one."""
+    store, mine, _ = filled(stack, DiskStore(tmp_path, 8 << 20))
+    busy, gate = threading.Event(), threading.Event()
+
+    def erasing(roots: Sequence[bytes]) -> AbstractContextManager[int]:
+        if threading.current_thread() is not threading.main_thread():
+            busy.set()
+            gate.wait(60)
+        return nullcontext(0)
+
+    erasures = OpenErasures(store, erasing, pause=0.01)
+    stack.callback(erasures.close)
+    stack.callback(gate.set)
+
+    def refuse(path: Any, **_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr("os.unlink", refuse)
+        erasures.erase([ANN])
+        assert busy.wait(60)
+        name, receipt = erasures.erase([ANN])
+        assert not receipt.complete and _recorded(tmp_path, name) and not gate.is_set()
+    gate.set()
+    wait_until(lambda: not any(present(store.tiers[0].store, mine)), "the erasures")
+
+
 def _recorded(folder: Path, erasure: str) -> bool:
     """Whether a store has the record of an open erasure. (A walk does not mind folders that go away.)"""
     return any(f"{erasure}~" in files for _, _, files in os.walk(folder / "records"))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3  # type: ignore[import-untyped, unused-ignore]
+import obstore
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,9 @@ from foreword.prefixes.erasure import erase_prefixes
 from foreword.store.base import BAD, MISSING
 from foreword.store.frame import check, frame
 from foreword.store.memory.memory_store import MemoryStore
-from foreword.store.object.object_store import ObjectStore
+from foreword.store.object.chunks import ObjectChunk
+from foreword.store.object.client import ClientLoop
+from foreword.store.object.object_store import ObjectStore, Renewals
 from foreword.store.tiered import TieredStore
 
 _numbers = itertools.count()
@@ -672,6 +675,21 @@ def test_chunks_that_are_read_stay_young(server: S3Server):
     writer.close()
     touching.close()
     assert not listed()
+
+
+def test_chunks_are_renewed_one_after_the_other():
+    """Chunks that are read while others are written again follow them, once each, and so do those that are read later."""
+    client, loop = obstore.store.MemoryStore(), ClientLoop("renewals")
+    chunks = [ObjectChunk(f"chunk-{number}", b"", b"", (), 100, 1.0) for number in range(12)]
+    for chunk in chunks:
+        obstore.put(client, f"some/{chunk.path}", bytes(100))
+    renewals = Renewals(client, "some/", loop, 60.0)
+    for end in (4, 8, 12):
+        for _ in range(3):
+            renewals.used(chunks[max(end - 6, 0) : end])
+        wait_until(partial(lambda end: renewals.count >= end, end), "a wave is written again")
+    assert renewals.count == 12
+    loop.close()
 
 
 def test_foreign_objects_are_ignored(folder: Path):

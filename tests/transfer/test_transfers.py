@@ -427,6 +427,17 @@ def test_fetch(link: str) -> None:
         assert lengths == [len(kept[name]) if len(kept[name]) <= 10 else 0 for name in names]
 
 
+def test_fetching_over_a_connection_that_has_ended() -> None:
+    """A read over a connection that has ended says so, and waits for no answer."""
+    kept = frames(2, 100)
+    with two(FrameService(kept), TransferService(), "tcp") as (connection, _):
+        connection.close()
+        buffers = [memoryview(bytearray(100)) for _ in kept]
+        for _ in range(2):
+            with pytest.raises(TransferUnavailable):
+                connection.get([*kept], buffers, deadline=time.monotonic() + 1.0)
+
+
 def test_fetching_from_several_threads() -> None:
     """Fetches of many threads over one connection are not mixed up while parts are sent over it too."""
     kept = frames(200, 5000)

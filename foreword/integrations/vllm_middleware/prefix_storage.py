@@ -31,6 +31,7 @@ from foreword.store.base import Name
 from foreword.store.layout_records import LayoutRecord, layouts
 from foreword.store.shared_records import FoundRecords
 from foreword.store.tier import StoreTier
+from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ class ConnectorStorage(PrefixStorage):
         self._store = open_store(urls or ["memory://?size=1MiB"], keys=settings.keys())
         pins = StorePins(self._store, model.hex(), ())
         super().__init__(self._store, pins, str(vllm_config.model_config.model), 0)
-        self._limits = [tier.store.status().pin_budget for tier in self._store.tiers] if urls else []
+        self._pinning = [self._store.tiers[index] for index in self._store.writable] if urls else []
+        self._limits = [tier.store.status().pin_budget for tier in self._pinning]
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
         self._layouts: list[_StoredLayout] = []
         self._wait = _LAYOUT_WITHIN
@@ -204,7 +206,7 @@ class ConnectorStorage(PrefixStorage):
     def check_room(self, name: str, tokens: Sequence[int], salt: bytes) -> None:
         alone = self.pins.alone(self.tenant(salt), self.chain(tokens, salt)[1])
         needed = sum(one.block_bytes * len(keys) for one, keys in zip(self._layouts, alone, strict=True))
-        for tier, limit in zip(self._store.tiers, self._limits, strict=False):
+        for tier, limit in zip(self._pinning, self._limits, strict=True):
             free = needed if limit is None else max(limit - tier.store.status().pinned_bytes, 0)
             if needed > free:
                 raise PrefixBudgetExceeded(
@@ -214,24 +216,30 @@ class ConnectorStorage(PrefixStorage):
                 )
 
     def pin(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[int, bool]:
-        """Pin the blocks of a prefix that are there, in every tier. Returns the bytes in the tier that has most of it, and
-        whether every tier has all of it."""
+        """Pin the blocks of a prefix that are there, in every tier that is written. Returns the bytes in the tier that has most
+        of it, and whether each has all of it."""
         if not self._find_layouts():
             return 0, not self._visible
         root, keys = self.chain(tokens, salt)
         names = [
             (layout.block_bytes, layout.names(root, own_keys(root, layout.behind(keys)))) for layout in self._layouts
         ]
-        sizes = [sum(size * self._pin_in(tier, blocks) for size, blocks in names) for tier in self._store.tiers]
-        return max(sizes), min(sizes) >= sum(size * len(blocks) for size, blocks in names)
-
-    def _pin_in(self, tier: StoreTier, names: list[Name]) -> int:
-        deadline = time.monotonic() + _CALL_WITHIN
-        count: int = tier.attempt(lambda: tier.store.pin(names, deadline=deadline), 0) if names else 0
-        return count
+        return pin_in_tiers(self._store, names)
 
     def close(self) -> None:
         self._store.close()
+
+
+def pin_in_tiers(store: TieredStore, names: Sequence[tuple[int, list[Name]]]) -> tuple[int, bool]:
+    """Pin blocks, given the bytes of each and names, in the tiers that are written: others keep their own pins."""
+
+    def pin(tier: StoreTier, some: list[Name]) -> int:
+        deadline = time.monotonic() + _CALL_WITHIN
+        return tier.attempt(lambda: tier.store.pin(some, deadline=deadline), 0) if some else 0
+
+    sizes = [sum(size * pin(store.tiers[index], some) for size, some in names) for index in store.writable]
+    needed = sum(size * len(some) for size, some in names)
+    return max(sizes, default=0), all(size >= needed for size in sizes)
 
 
 def _block_bytes(record: LayoutRecord) -> int:

@@ -256,7 +256,7 @@ class Picker:
         if not others and await self._shares_address(address, routed):
             headers[RANK] = address
         endpoints = ",".join([address, *others])
-        headers |= routed.trace_headers
+        headers |= routed.trace_headers or {}
         headers |= {DESTINATION: endpoints, PICK: attempt.id, ROUTE: as_header(routed.decision_text)}
         body = _body(given, own, came)
         return Pick(attempt.id, headers, body, endpoints, (routed, attempt))

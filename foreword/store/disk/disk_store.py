@@ -22,7 +22,6 @@ import logging
 import math
 import os
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -36,6 +35,7 @@ from foreword.errors import (
     StoreReadOnly,
     StoreUnavailable,
 )
+from foreword.store.background import renew_in_child
 from foreword.store.base import (
     FAILED,
     MISSING,
@@ -81,8 +81,6 @@ _LARGEST_PIECE: Final = 64 << 20
 _LOAD_SECONDS: Final = 0.5  # of opening a folder, for what it has; the rest is read on a thread
 
 log = logging.getLogger("foreword.store")
-
-_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
 
 
 class DiskStore(Store):
@@ -141,7 +139,7 @@ class DiskStore(Store):
         self._pieces = bool(pieces)
         self._writer = BlockWriter(self._files, self._index, self._budget, pieces)
         self._opened = OpenedFolder(self.path)
-        _stores.add(self)
+        renew_in_child(self)
         if self.read_only:
             self._open_read_only(time.monotonic() + _OPEN_TIMEOUT)
         else:
@@ -565,11 +563,3 @@ class DiskStore(Store):
 
     def _is_dead(self, token: str) -> bool:
         return not is_alive(self.path, token)
-
-
-def _after_fork() -> None:
-    for store in list(_stores):
-        store.after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

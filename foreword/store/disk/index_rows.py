@@ -291,19 +291,20 @@ class IndexTransaction:
     def add(
         self,
         frames: Mapping[int, Frame],
+        names: Mapping[int, Name],
         parents: Mapping[int, int],
         used: int,
         writer: int,
         clock: float,
         places: Mapping[int, BlockPlace],
     ) -> list[PendingRow]:
-        """Note the blocks that `writer` is going to write, by id, the ids of their parents, and where those will lie that have
-        no file of their own. None of them is in the index."""
+        """Note the blocks that `writer` is going to write, by id, their names, the ids of their parents, and where those will
+        lie that have no file of their own. None of them is in the index."""
         rows = []
         for id_, one in frames.items():
-            head, (piece, at) = one.header, places.get(id_, ALONE)
-            size, above, name = len(one.data), parents[id_], head.name
-            rows.append(PendingRow(id_, writer, used, size, above, head.depth, clock, name, head.parent, piece, at))
+            head, place = one.header, places.get(id_, ALONE)
+            known = id_, writer, used, len(one.data), parents[id_], head.depth, clock, names[id_], head.parent
+            rows.append(PendingRow._make(known + place))
         noted, sizes = list[Sequence[object]](), dict[bytes, int]()
         for piece, members in itertools.groupby(rows, key=lambda row: row.piece):
             some = list(members)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
+from foreword.blocks.layout import PREFIX_BYTES
 from foreword.errors import StoreError, StoreFull
 from foreword.store.background import at_once, divide
 from foreword.store.base import Name, time_left
@@ -50,12 +51,13 @@ class AdmittedBlocks:
 
     Attributes:
         frames: frames to write, by block id, and their rows in the index.
-        parents: the ids of their parents.
+        names, parents: names of these and perhaps more, and the ids of their parents.
         present: number of frames that were present.
         full: whether there was no room for a frame.
     """
 
     frames: dict[int, Frame] = field(default_factory=dict)
+    names: dict[int, Name] = field(default_factory=dict)
     parents: dict[int, int] = field(default_factory=dict)
     rows: list[PendingRow] = field(default_factory=list)
     present: int = 0
@@ -64,6 +66,9 @@ class AdmittedBlocks:
 
 def in_groups(frames: Sequence[Frame]) -> Iterator[list[Frame]]:
     """Divide a batch into groups that are small enough for one transaction."""
+    if len(frames) <= _GROUP_FRAMES and sum([len(one.data) for one in frames]) <= _GROUP_BYTES:
+        yield [*frames]
+        return
     group: list[Frame] = []
     size = 0
     for one in frames:
@@ -162,7 +167,7 @@ class BlockBudget:
             elif row is None and found.get(name) == len(one.data):
                 admitted.present += 1
             elif id_ not in pending and len(one.data) <= self.size and is_name(name):
-                new[id_] = one
+                new[id_], admitted.names[id_] = one, name
         admitted.parents = parent_ids(new)
         transaction.touch(rows.keys() | set(admitted.parents.values()) - new.keys(), now)
         return new
@@ -457,19 +462,19 @@ class BlockWriter:
             now = now or transaction.tick()
             admitted = self._budget.admit(transaction, frames, now, writer)
             if admitted.frames:
-                places = self._places(admitted.frames)
-                parents = admitted.parents
-                admitted.rows = transaction.add(admitted.frames, parents, now, writer, time.time(), places)
+                places = self._places(admitted.frames, admitted.names)
+                new = admitted.frames, admitted.names, admitted.parents
+                admitted.rows = transaction.add(*new, now, writer, time.time(), places)
         self._writer = writer
         return admitted, now
 
-    def _places(self, frames: Mapping[int, Frame]) -> dict[int, BlockPlace]:
+    def _places(self, frames: Mapping[int, Frame], names: Mapping[int, Name]) -> dict[int, BlockPlace]:
         """Where the blocks will lie that are written as pieces: those in succession with the same layout and root, some MiB in
         each. A block that is alone has a file of its own."""
         places: dict[int, BlockPlace] = {}
         if not self._piece_bytes or len(frames) < 2 or not self._can_make_holes():
             return places
-        for _, members in itertools.groupby(frames, key=lambda id_: frames[id_].header.prefix):
+        for _, members in itertools.groupby(frames, key=lambda id_: names[id_][:PREFIX_BYTES]):
             run = list(members)
             lengths = [len(frames[id_].data) for id_ in run]
             low = 0
@@ -479,7 +484,8 @@ class BlockWriter:
                 if high - low > 1:
                     piece = secrets.randbits(62) + 1
                     _, offsets = layout_of(lengths[low:high])
-                    places |= {id_: BlockPlace(piece, at) for id_, at in zip(run[low:high], offsets, strict=True)}
+                    made = map(BlockPlace._make, zip(itertools.repeat(piece), offsets, strict=False))
+                    places.update(zip(run[low:high], made, strict=True))
                 low = high
         return places
 

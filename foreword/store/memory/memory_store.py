@@ -134,14 +134,14 @@ class SlotTable:
                 self.names.discard(self.chains.evicted)
         return slot
 
-    def begin_write(self, slot: int, name: Name, parent: Name, depth: int, length: int, now: int) -> None:
+    def begin_write(self, slot: int, name: Name, parent: Name, depth: int, length: int, now: int, clock: float) -> None:
         """Enter a block that is about to be written into an allocated slot. It is not evicted before `chains.enqueue`."""
         self.chains.add(slot, name, parent, depth, now, queue=False)
         self.chains.in_use[slot] = 1
         self.writing.add(slot)
         self._lengths[slot] = length
         self._hits[slot] = 0
-        self._stored_at[slot] = self._used_at[slot] = time.time()
+        self._stored_at[slot] = self._used_at[slot] = clock
         self.bytes += length
 
     # The race of a write is with `remove`: the block is out of the index then, another may have its name, and the slot waits in
@@ -661,11 +661,13 @@ class MemoryStore(LocalRecords):
         frame found no slot. With `unread` it ends behind the first that gets none.
         """
         chains = slots.chains
-        now = chains.tick()
+        now, clock = chains.tick(), time.time()
         reserved: dict[int, int] = {}
         present, full = 0, False
         pairs = [(header.name, header.parent_name) for header in headers]
         slots.touch(itertools.chain.from_iterable(pairs), now)
+        for name in {tenant_of(name): name for name, _ in pairs}.values():
+            chains.note_use(name)
         for at, (name, parent) in enumerate(pairs):
             if unread and len(reserved) < at:
                 break
@@ -684,7 +686,7 @@ class MemoryStore(LocalRecords):
                 self._evictions += 1
                 if self.on_evicted is not None:
                     self.on_evicted(chains.evicted)
-            slots.begin_write(slot, name, parent, headers[at].depth, lengths[at], now)
+            slots.begin_write(slot, name, parent, headers[at].depth, lengths[at], now, clock)
             reserved[slot] = at
         chains.enqueue(reserved)
         return reserved, present, full

@@ -185,6 +185,8 @@ def open_client(url: str, options: dict[str, str]) -> Any:
         raise StoreConfigError(
             f"an object store URL starts with s3://, gs://, az:// or file://, unlike {redacted(url)!r}"
         )
+    if parts.scheme != "file" and not parts.netloc:
+        raise StoreConfigError(f"the URL names no bucket; write {parts.scheme}://BUCKET/PATH")
     location = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     try:
         if parts.scheme == "file":

@@ -493,15 +493,20 @@ class Renewals:
         if not self._after:
             return
         limit = time.time() - self._after
-        old = {chunk.path: chunk for chunk in chunks if max(chunk.written, self._renewed.get(chunk.path) or 0) < limit}
-        old = {path: chunk for path, chunk in old.items() if path not in self._waiting}
-        if old and len(self._waiting) < _WAITING:
+        old = [chunk for chunk in chunks if chunk.written < limit and self._is_due(chunk, limit)]
+        if old:
             with contextlib.suppress(StoreError):  # the store is closed
-                self._loop.start(self._work(old), time.monotonic() + _WITHIN)
+                self._loop.start(self._work(old, limit), time.monotonic() + _WITHIN)
 
-    async def _work(self, old: dict[str, ObjectChunk]) -> None:
+    def _is_due(self, chunk: ObjectChunk, limit: float) -> bool:
+        waits = len(self._waiting) >= _WAITING or chunk.path in self._waiting
+        return not waits and (self._renewed.get(chunk.path) or 0.0) < limit
+
+    async def _work(self, old: Sequence[ObjectChunk], limit: float) -> None:
         """Let these chunks wait, and write all that wait, unless that is being done."""
-        self._waiting.update(list(old.items())[: max(_WAITING - len(self._waiting), 0)])
+        for chunk in old:
+            if self._is_due(chunk, limit):  # it may have been written again since it was read
+                self._waiting[chunk.path] = chunk
         if self._working:
             return
         self._working = True
