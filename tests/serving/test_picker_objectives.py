@@ -110,8 +110,8 @@ def test_a_failing_api_server_changes_nothing(
 def test_kinds_that_are_absent(
     loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kind of objectives that a cluster does not have is logged once, and how many there are of one that it has, also if there
-    are none."""
+    """A kind of objectives that a cluster does not have is logged once, and how many there are of one that it has, also if
+    there are none."""
     monkeypatch.setattr(kubernetes_watch, "_MAX_PAUSE", 0.05)
     caplog.set_level("INFO")
     api = KubernetesApi(loop, tmp_path, OLDER)
