@@ -169,7 +169,18 @@ CANNOT_RUN = [
     (server_of(pod={"volumes": []}), "volumes"),
     (routers(pod={"terminationGracePeriodSeconds": 5}), "terminationGracePeriodSeconds"),
     ({"servers": {"router": {"kind": "vllm", "image": "x"}}}, "router"),
-    ({**PLAIN, "picker": {"enabled": True, "objectives": "llama"}}, "objectives"),
+    ({**PLAIN, "picker": {"enabled": True, "objectives": ["llama"]}}, "objectives"),
+    # The chart's flags would replace it.
+    (
+        {
+            "router": {
+                **PLAIN["router"],
+                "env": [{"name": "FOREWORD_ROUTER_PICKER_OBJECTIVES", "value": "premium=10"}],
+            },
+            "picker": {"enabled": True, "inferencePool": {"create": True, "selector": {"app": "vllm"}}},
+        },
+        "picker.objectives",
+    ),
 ]
 
 
@@ -497,22 +508,34 @@ def test_rights() -> None:
         assert sorted(bound) == ["prod-demo-router", "prod-demo-router", "prod-demo-router-objectives"]
 
 
+OWN_POOL = {"create": True, "selector": {"app": "vllm"}}
+
+
 @pytest.mark.parametrize(
-    ("picker", "pool"),
+    ("picker", "known", "read"),
     [
-        ({"enabled": True}, None),
-        ({"enabled": False, "objectives": "pools/llama"}, None),
-        ({"enabled": True, "objectives": "pools/llama"}, "pools/llama"),
+        ({"enabled": True}, [], []),
+        ({"enabled": False, "objectives": ["pools/llama"]}, [], []),
+        ({"enabled": True, "objectives": ["pools/llama"]}, ["pools/llama"], ["pools"]),
+        ({"enabled": True, "objectives": ["premium=10", "low=-1"]}, ["premium=10", "low=-1"], []),
+        (
+            {"enabled": True, "objectives": ["premium=10", "a/x", "a/y"], "inferencePool": OWN_POOL},
+            ["premium=10", "a/x", "a/y", "prod/demo"],
+            ["a", "prod"],
+        ),
+        ({"enabled": True, "inferencePool": {**OWN_POOL, "objectives": False}}, [], []),
     ],
 )
-def test_whose_objectives_are_followed(picker: dict[str, Any], pool: str | None) -> None:
-    """A picker follows the objectives of the pool that its values name, in whose namespace it may read them, and without one it
-    follows none and may read none."""
+def test_whose_objectives_are_followed(picker: dict[str, Any], known: list[str], read: list[str]) -> None:
+    """A picker knows the objectives that its values name, and follows those of the chart's pool unless they say not to. In the
+    namespaces of the pools that it follows it may read them, and nowhere else."""
     objects = rendered({**PLAIN, "picker": picker})
     flags = [one for one in container(workloads(objects)["demo-router"])["args"] if "objectives" in one]
-    assert flags == ([f"--picker-objectives={pool}"] if pool else [])
+    assert flags == [f"--picker-objectives={one}" for one in known]
     reads = [one["metadata"]["namespace"] for one in objects if one["kind"] == "Role" and OBJECTIVES in one["rules"]]
-    assert reads == ([pool.partition("/")[0]] if pool else [])
+    assert reads == read
+    bound = [one["metadata"]["namespace"] for one in objects if one["kind"] == "RoleBinding"]
+    assert sorted(bound) == sorted(["llm", *read])
 
 
 OBJECTIVES = {

@@ -13,7 +13,6 @@ time; in a stream of events a comment. An interim response (100, 102) would do i
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import os
@@ -68,7 +67,6 @@ _MORE_SECONDS: Final = 1.0
 _SERVER: Final = {"server": "foreword"}
 # Bytes of a line of the log in JSON. Container runtimes divide lines of 16 KiB.
 _LONGEST_LINE: Final = (16 << 10) - 1
-_LEFT_OUT: Final = 40  # bytes that say how much of a text was left out
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -123,38 +121,11 @@ class _Objects(logging.Formatter):
         if record.exc_info:
             shown["exception"] = readable(self.formatException(record.exc_info))
         known = {**shown, **getattr(record, LOG_FIELDS, dict)()}
-        line = json.dumps(known)
-        return line if len(line) <= _LONGEST_LINE else json.dumps(_shortened(known))
-
-
-def _shortened(known: dict[str, Any]) -> dict[str, Any]:
-    """An object of at most `_LONGEST_LINE` bytes as JSON: its texts share the room. Of those that need more than their share
-    the two ends are kept."""
-    sizes = {name: _size(it) for name, it in known.items() if isinstance(it, str)}
-    shown, room = {**known, **dict.fromkeys(sizes, "")}, _LONGEST_LINE
-    room -= len(json.dumps(shown))
-    for left, name in zip(range(len(sizes), 0, -1), sorted(sizes, key=sizes.__getitem__), strict=True):
-        shown[name] = known[name] if sizes[name] <= room // left else _ends(known[name], room // left)
-        room -= _size(shown[name])
-    return shown
-
-
-def _size(text: str) -> int:
-    """The bytes of a text within a line."""
-    return len(json.dumps(text)) - 2
-
-
-def _ends(text: str, most: int) -> str:
-    """The two ends of a text, of at most so many bytes within a line."""
-    half = (most - _LEFT_OUT) // 2
-    head, tail = _start(text[:half], half), _start(text[: -half - 1 : -1], half)
-    return f"{text[:head]} [{len(text) - head - tail} characters left out] {text[len(text) - tail :]}"
-
-
-def _start(text: str, most: int) -> int:
-    """How many characters from the first one on have at most so many bytes within a line."""
-    ends = itertools.accumulate(map(_size, text))
-    return sum(1 for _ in itertools.takewhile(lambda end: end <= most, ends))
+        while len(line := json.dumps(known)) > _LONGEST_LINE:
+            longest = max(known, key=lambda name: len(json.dumps(known[name])))
+            quarter = len(known[longest]) // 4
+            known[longest] = f"{known[longest][:quarter]} [...] {known[longest][-quarter:]}"
+        return line
 
 
 class _BegunTransport:

@@ -23,14 +23,7 @@ from foreword.api.request import GenerateRequest
 from foreword.api.rights import Tenant, credentials
 from foreword.blocks.salt import Salt
 from foreword.prefixes.errors import UnknownPrefix
-from foreword.request_errors import (
-    PromptTooLong,
-    ReplicaError,
-    ReplicaFailed,
-    RequestEnded,
-    RequestLost,
-    ShuttingDown,
-)
+from foreword.request_errors import PromptTooLong, ReplicaError, ReplicaFailed, RequestEnded, RequestLost, ShuttingDown
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.extras import ServedRequest, Translation

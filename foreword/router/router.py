@@ -131,6 +131,7 @@ class Router:
         self.suspects = Suspects(self._serve_waiting)
         given = config.router
         self._limits: Limits | None = None  # None: to be found anew
+        self._serving = False  # `_serve_queues` is to be called
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
         self.order = order_for(config.server)
@@ -433,10 +434,16 @@ class Router:
 
     def _serve_waiting(self) -> None:
         """Requests may be free to be placed. What begins to wait later finds that itself."""
+        if not self._serving and any(pool.waiting for pool in self.pools.values()):
+            self._serving = True
+            # Not from within a change of a pool, which is not complete yet; once for all that ends in one turn of the loop.
+            asyncio.get_running_loop().call_soon(self._serve_queues)
+
+    def _serve_queues(self) -> None:
+        self._serving = False
         for pool in self.pools.values():
             if pool.waiting:
-                # Not from within a change of a pool, which is not complete yet.
-                asyncio.get_running_loop().call_soon(pool.serve_queue)
+                pool.serve_queue()
 
     def paused(self, upstream: Upstream, seconds: float) -> None:
         """The replica replied that it is overloaded."""

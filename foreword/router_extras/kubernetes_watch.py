@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _PAGE: Final = 500
 _MAX_OBJECTS: Final = 10_000
+# Pages may have fewer objects than asked for, or none.
+_MAX_PAGES: Final = 1_000
 # etcd stores objects of at most 1.5 MiB; a page of them is larger.
 _MAX_EVENT_BYTES: Final = 8 << 20
 _MAX_PAGE_BYTES: Final = 256 << 20
@@ -41,7 +43,16 @@ _NOT_FOUND: Final = 404
 
 
 class ApiError(ForewordError, code="kubernetes_error"):
-    """The API server refused a call, or answered something else than the API says."""
+    """The API server refused a call, or answered something else than the API says.
+
+    Args:
+        problem: the same each time that it happens.
+        detail: what differs, such as the server's own words.
+    """
+
+    def __init__(self, problem: str, detail: str = "") -> None:
+        super().__init__(": ".join(filter(None, (problem, detail))))
+        self.problem, self.detail = problem, detail
 
 
 class _Gone(Exception):
@@ -141,7 +152,10 @@ class ObjectsOf:
 
 
 class ObjectWatch(Generic[Kind]):
-    """Keeps objects of the API by name; calls `changed` with all of them after every change."""
+    """Keeps objects of the API by name; calls `changed` with all of them after every change.
+
+    A failure is logged once, until another one takes its place or the watch goes on.
+    """
 
     def __init__(
         self, api: ApiServer, what: ObjectsOf, kind: type[Kind], changed: Callable[[Mapping[str, Kind]], object]
@@ -149,6 +163,8 @@ class ObjectWatch(Generic[Kind]):
         self._api, self._what, self._kind, self._changed = api, what, kind, changed
         self.objects: dict[str, Kind] = {}
         self._version = ""
+        # The present failure, without details that differ each time; None before the first answer, empty if all works.
+        self._problem: str | None = None
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -159,6 +175,7 @@ class ObjectWatch(Generic[Kind]):
                     if not self._version:
                         await self._list(session)
                     await self._watch(session)
+                self._works()
                 pause = _MIN_PAUSE
                 # A server that ends watches at once is not asked in a loop.
                 await asyncio.sleep(_MIN_PAUSE)
@@ -167,27 +184,50 @@ class ObjectWatch(Generic[Kind]):
                 self._version = ""
                 await asyncio.sleep(_MIN_PAUSE)
             except _Absent:
+                self._is_absent()
                 self._version = ""
                 if self.objects:
                     self.objects = {}
                     self._changed(self.objects)
                 await asyncio.sleep(_MAX_PAUSE * random.uniform(0.5, 1.0))
             except CONNECTION_ERRORS as error:
-                pause = await self._failed(f"{type(error).__name__}: {error}", pause)
-            except (ForewordError, msgspec.DecodeError) as error:
+                pause = await self._failed(type(error).__name__, str(error), pause)
+            except ApiError as error:
                 self._version = ""
-                pause = await self._failed(str(error), pause)
+                pause = await self._failed(error.problem, error.detail, pause)
+            except (ForewordError, msgspec.DecodeError, ValueError, RecursionError) as error:
+                # An answer that is no JSON, no text or nested too deeply, and a token that is half-written.
+                self._version = ""
+                pause = await self._failed(type(error).__name__, str(error), pause)
 
-    async def _failed(self, problem: str, pause: float) -> float:
+    def _works(self) -> None:
+        if self._problem:
+            logger.info("Kubernetes: the %s are watched again", self._what.purpose)
+        self._problem = ""
+
+    def _is_absent(self) -> None:
+        what = self._what
+        if self._problem != "absent":
+            self._problem = "absent"
+            logger.info(
+                "Kubernetes: there are no %s: the cluster has no %s of %s (asked in the namespace %s). Install their CRD, if "
+                "you have such objects; it is found then",
+                *(what.purpose, what.resource, what.group, what.namespace),
+            )
+
+    async def _failed(self, problem: str, detail: str, pause: float) -> float:
         """Wait. Returns the pause after the next failure."""
-        logger.warning("Kubernetes: cannot watch the %s; they are unchanged: %s", self._what.purpose, problem)
+        if problem != self._problem:
+            self._problem = problem
+            text = ": ".join(filter(None, (problem, detail)))
+            logger.warning("Kubernetes: cannot watch the %s; they are unchanged: %s", self._what.purpose, text)
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         return min(pause * 2, _MAX_PAUSE)
 
     async def _list(self, session: aiohttp.ClientSession) -> None:
         objects: dict[str, Kind] = {}
         query = {"limit": str(_PAGE)}
-        while True:
+        for _ in range(_MAX_PAGES):
             async with self._get(session, query, _CALL_SECONDS) as response:
                 found = decode_json(await read_whole(response, _MAX_PAGE_BYTES), _List)
             for item in found.items or ():
@@ -196,7 +236,11 @@ class ObjectWatch(Generic[Kind]):
             self._check_number(objects)
             if not found.metadata.next_page:
                 break
+            if found.metadata.next_page == query.get("continue"):
+                raise ApiError("a page of the list is followed by itself")
             query["continue"] = found.metadata.next_page
+        else:
+            raise ApiError(f"the list has more than {_MAX_PAGES} pages")
         self.objects, self._version = objects, found.metadata.resource_version
         self._changed(objects)
 
@@ -214,6 +258,7 @@ class ObjectWatch(Generic[Kind]):
                         raise ApiError("an event has no end")
                     if line.endswith(b"\n"):
                         self._apply(decode_json(line, _Event))
+                        self._works()
                         line.clear()
 
     def _apply(self, event: _Event) -> None:
@@ -221,7 +266,7 @@ class ObjectWatch(Generic[Kind]):
             status = decode_json(event.object, _Status)
             if status.code == _GONE:
                 raise _Gone
-            raise ApiError(f"the watch ended with {status.code}: {status.message[:200]}")
+            raise ApiError(f"the watch ended with {status.code}", status.message[:200])
         # A bookmark is an object of the kind with a version alone.
         known = ApiObject if event.type == "BOOKMARK" else self._kind
         one = decode_json(event.object, known)
@@ -253,9 +298,9 @@ class ObjectWatch(Generic[Kind]):
                 raise _Absent
             if response.status != 200:
                 body = (await response.content.read(4096)).decode("utf-8", "replace")
-                allowed = f" (list and watch of {what.resource} must be allowed)"
-                hint = allowed if response.status in (401, 403) else ""
-                raise ApiError(f"the API server says {response.status}{hint}: {body[:200]}")
+                role = f" (a Role must allow list and watch of {what.resource} of {what.group} in {what.namespace})"
+                hint = role if response.status in (401, 403) else ""
+                raise ApiError(f"the API server says {response.status}{hint}", body[:200])
             yield response
 
     def _check_number(self, objects: Mapping[str, Kind]) -> None:

@@ -363,11 +363,7 @@ class Fleet:
         return self._candidates(query, now, unsuited, dict.fromkeys(self.replicas, 1.0), {})
 
     def shortlisted(
-        self,
-        query: PlacementQuery,
-        now: float,
-        unsuited: Mapping[str, str] = NO_REASONS,
-        home: str | None = None,
+        self, query: PlacementQuery, now: float, unsuited: Mapping[str, str] = NO_REASONS, home: str | None = None
     ) -> list[Candidate]:
         """The present state of the replicas that may be the best for this request: a bounded number (`shortlist`)."""
         lookups: dict[KeySpace, Holdings] = {}

@@ -128,11 +128,7 @@ class KnownPrompts:
     def __init__(self, max_bytes: int = _MAX_BYTES, ttl: float = 3600.0) -> None:
         self.ttl = ttl
         self._kept: Bounded[_Key, _Conversation] = Bounded(
-            max_bytes,
-            size=lambda _, one: one.weight,
-            owner=lambda key: key[0],
-            most=_MOST,
-            dropped=self._unlink,
+            max_bytes, size=lambda _, one: one.weight, owner=lambda key: key[0], most=_MOST, dropped=self._unlink
         )
         self._by_link: dict[bytes, _Key] = {}
         self._numbers = itertools.count()

@@ -11,6 +11,7 @@ import datetime
 import ipaddress
 import json
 import ssl
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,13 @@ class KubernetesApi:
         self.oldest = 0
         self.token = ""
         self.refusing = 0
+        # How often it refused, and did not know a kind, by path.
+        self.refused: Counter[str] = Counter()
+        self.absent: Counter[str] = Counter()
+        # Answers in place of its own, which end with the watch or list that gets them.
+        self.hostile: list[bytes] = []
+        # What each page of a list names as the next; `new` for ever new ones.
+        self.next_page = ""
         self.lists = self.watches = self.gone = 0
         # Annotations of pods, and all patches in order.
         self.annotations: dict[str, dict[str, str]] = {}
@@ -129,8 +137,12 @@ class KubernetesApi:
         if request.headers.get("authorization") != f"Bearer {self.token}":
             return _status(401, "Unauthorized")
         if self.refusing:
-            return _status(self.refusing, "refused")
+            self.refused[request.path] += 1
+            return _status(self.refusing, f"refused {sum(self.refused.values())}")
+        if self.hostile and request.path in self.objects:
+            return web.Response(body=self.hostile.pop(0))
         if request.path not in self.objects:
+            self.absent[request.path] += 1
             return _status(404, "the server could not find the requested resource")
         if request.path == PATH and request.query["labelSelector"] != "kubernetes.io/service-name=vllm":
             return web.json_response({"metadata": {"resourceVersion": str(self.version)}, "items": None})
@@ -154,11 +166,13 @@ class KubernetesApi:
     async def _list(self, request: web.Request) -> web.Response:
         """Pages of two, whatever larger limit was asked for."""
         self.lists += 1
-        first = int(request.query.get("continue", "0"))
+        first = int(request.query.get("continue", "0")) if not self.next_page else 0
         found = list(self.objects[request.path].values())
         metadata = {"resourceVersion": str(self.version)}
         if len(found) > first + 2:
             metadata["continue"] = str(first + 2)
+        if self.next_page:
+            metadata["continue"] = self.next_page if self.next_page != "new" else f"0{self.lists}"
         body = {"kind": "List", "metadata": metadata, "items": found[first : first + 2]}
         return web.json_response(body)
 

@@ -20,7 +20,11 @@ import pytest
 from router_parts import Loop, RouterThread
 
 import foreword
+from foreword.configuration import Config
 from foreword.router.proxied_request import ProxiedRequest
+from foreword.router.replica_pool import ReplicaPool
+from foreword.router.router import Router
+from foreword.router.suspicious import Ask, AskDigests
 
 _REQUESTS = 20
 # Functions of these packages are counted; others, such as those that log, differ between a test and a process.
@@ -155,3 +159,33 @@ def test_a_request_is_sent_in_one_call(router: CountingRouter) -> None:
     whole = [data for data in Prompt.received if data.startswith(b"POST /v1/completions")]
     assert len(whole) == _REQUESTS
     assert all(b"tell me more" in data for data in whole)
+
+
+class CountedPool(ReplicaPool):
+    """A pool with a request that waits. `served`: how often its queue was."""
+
+    waiting = 1
+    served = 0
+
+    def serve_queue(self) -> None:
+        self.served += 1
+
+
+def test_attempts_that_end_together_serve_the_queue_once() -> None:
+    """Attempts that end in one turn of the event loop, as those of other workers do, look for places for waiting requests once,
+    and not within the call that ends them."""
+
+    async def end() -> list[int]:
+        router = Router(Config())
+        pool = router.pools["m"] = CountedPool("m", router.config, {})
+        found = []
+        for _ in range(2):
+            asks = [Ask(router.suspects, AskDigests(f"{number}".encode(), None), "name") for number in range(200)]
+            for flight in [one.sent("http://a") for one in asks]:
+                flight.release()
+            found.append(pool.served)
+            await asyncio.sleep(0)
+            found.append(pool.served)
+        return found
+
+    assert asyncio.run(end()) == [0, 1, 1, 2]

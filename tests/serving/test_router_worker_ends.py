@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,6 +24,9 @@ from router_parts import Loop, RouterProcess
 from scripted_replica import ScriptedReplica
 from shared_server import until
 from test_router_workers import ADMIN, children
+
+from foreword.errors import ConfigError
+from foreword.router_extras.workers.socket_folder import socket_folder
 
 KEYS = ("--api-keys", "alice=a", "--replica-key", "r", "--admin-key", ADMIN)
 ALICE, OPERATOR = {"authorization": "Bearer a"}, {"authorization": f"Bearer {ADMIN}"}
@@ -170,3 +177,44 @@ def test_what_a_killed_router_leaves(tmp_path: Path) -> None:
     last.end()
     living.end()
     assert not left() and others == set(tmp_path.iterdir())
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where files cannot be locked, a router starts all the same, with one warning. No other one removes its folder, which goes
+    when it ends."""
+
+    def refuse(*given: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    lock = fcntl.flock
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with socket_folder() as folder:
+        assert list(tmp_path.iterdir()) == [folder] and caplog.text.count("cannot lock") == 1
+        monkeypatch.setattr(fcntl, "flock", lock)
+        with socket_folder():
+            assert folder.is_dir()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder in which no file can be made, or that cannot be made at all, is a wrong configuration: the error says what to
+    set, and nothing is left."""
+    real = os.open
+
+    def refuse(path: Any, *given: Any, **named: Any) -> int:
+        if str(path).endswith("lock"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, *given, **named)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", refuse)
+        with pytest.raises(ConfigError, match=r"No space left.*TMPDIR"), socket_folder():
+            pass
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="TMPDIR"), socket_folder():
+        pass

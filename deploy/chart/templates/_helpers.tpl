@@ -21,13 +21,16 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 {{- end }}
 
-{{- /* The InferencePool whose objectives the picker follows, as NAMESPACE/NAME; empty without one. */}}
+{{- /* The picker's objectives, one a line: those of the values, and those of the chart's own pool. */}}
 {{- define "foreword.objectives" -}}
 {{- with .Values.picker }}
-{{- if and .enabled .objectives }}
-{{- .objectives }}
-{{- else if and .enabled .inferencePool.create }}
-{{- printf "%s/%s" $.Release.Namespace $.Release.Name }}
+{{- if .enabled }}
+{{- range .objectives }}
+{{ . }}
+{{- end }}
+{{- if and .inferencePool.create .inferencePool.objectives }}
+{{ $.Release.Namespace }}/{{ $.Release.Name }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}

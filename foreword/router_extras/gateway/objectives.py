@@ -53,25 +53,30 @@ class PoolObjectives:
         self._api = ApiServer(config.kubernetes_api, config.kubernetes_credentials)
         self._name = name
         self._namespace, _, self._pool = name.partition("/")
-        self._known: dict[str, dict[str, int]] = {group: {} for group in _GROUPS}
+        self._watches = [self._watch(group) for group in _GROUPS]
+        # The number of objects in the namespace, by group.
+        self._number: dict[str, int] = {}
 
     def get(self, name: str) -> int | None:
         """The priority of an objective; higher is more urgent. None without one of this name."""
-        return next((known[name] for known in self._known.values() if name in known), None)
+        found = (watch.objects.get(name) for watch in self._watches)
+        one = next((one for one in found if one is not None and one.spec.pool.name == self._pool), None)
+        return max(min(one.spec.priority or 0, _MOST), -_MOST) if one is not None else None
 
     def watches(self) -> Iterator[Coroutine[Any, Any, None]]:
         """Watch until cancelled."""
-        for group in _GROUPS:
-            purpose = f"objectives ({group}) of {self._name}"
-            what = ObjectsOf(group, "inferenceobjectives", self._namespace, purpose, optional=True)
-            yield ObjectWatch(self._api, what, InferenceObjective, partial(self._changed, group)).run()
+        return (watch.run() for watch in self._watches)
 
-    def _changed(self, group: str, found: Mapping[str, InferenceObjective]) -> None:
-        known = {
-            name: max(min(one.spec.priority or 0, _MOST), -_MOST)
-            for name, one in found.items()
-            if one.spec.pool.name == self._pool
-        }
-        if known != self._known[group]:
-            logger.info("Kubernetes: %d objectives (%s) of %s", len(known), group, self._name)
-            self._known[group] = known
+    def _watch(self, group: str) -> ObjectWatch[InferenceObjective]:
+        purpose = f"objectives ({group}) of {self._name}"
+        what = ObjectsOf(group, "inferenceobjectives", self._namespace, purpose, optional=True)
+        return ObjectWatch(self._api, what, InferenceObjective, partial(self._changed, group))
+
+    def _changed(self, group: str, objects: Mapping[str, InferenceObjective]) -> None:
+        """Log the first answer, the first objects after none, and when all are gone. Every event comes here: the others look at
+        no object."""
+        before, self._number[group] = self._number.get(group), len(objects)
+        if before is None or (before > 0) != bool(objects):
+            ours = sum(one.spec.pool.name == self._pool for one in objects.values())
+            text = "Kubernetes: %d objectives (%s) of %s, of %d in the namespace"
+            logger.info(text, ours, group, self._name, len(objects))
