@@ -7,7 +7,7 @@ they lie, a load copies them from there, and then the tier has them (`Store.publ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat, takewhile
@@ -35,13 +35,14 @@ class SlotRead:
 
     Attributes:
         frames: those of the first blocks, verified, in their slots; None for one that was not read.
+        slot: bytes of a slot, as `begin` has counted them.
     """
 
     tier: StoreTier
     reserved: ReservedSlots
     frames: Sequence[Frame | None] = ()
+    slot: int = 0
     _bytes: int = 0
-    _slot: int = 0  # bytes of one that were counted
     _is_late: bool = False
     _late: list[TierCall[Any]] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
@@ -90,30 +91,9 @@ class SlotRead:
         with self.tier.lock:
             if filling.late or (filling.bytes and filling.bytes + count * slot > share):
                 return 0
-            self._slot, self._bytes = slot, count * slot
+            self.slot, self._bytes = slot, count * slot
             filling.bytes += self._bytes
             return count
-
-    def reserve(
-        self, names: Sequence[Name], sizes: Sequence[int], deadline: float, before: Mapping[bytes, Name]
-    ) -> bool:
-        """Reserve slots for as many of the first blocks as `begin` says. `before`: the block before these, of each layout.
-        False if that is none."""
-        for _ in range(2):
-            if not (most := self.begin(names[0], sizes, deadline)):
-                return False
-            last, parents = {**before}, list[bytes]()
-            for name in names[:most]:
-                layout = name[:FINGERPRINT_BYTES]
-                parents.append(last.get(layout, name))
-                last[layout] = name
-            fields = zip(names[:most], parents, sizes, repeat(0), strict=False)
-            self.reserved = self.tier.reserve([*map(UnreadBlock._make, fields)], deadline, unread=True)
-            self.tier.filling.slot = self.reserved.stride
-            if self.reserved.stride <= self._slot:
-                return True
-            self.end(lambda *_: False)  # a write has made slots longer since the last read: fewer of them are the share
-        return False
 
 
 def read_into(
@@ -137,9 +117,22 @@ def read_into(
         return None
     until = next((until for index, until in store.turns(deadline) if index == tier), 0.0)
     read = SlotRead(faster, ReservedSlots())
-    last = {name[:FINGERPRINT_BYTES]: name for name in before}
-    if not until or not store.tiers[tier].answers or not read.reserve(names, sizes, deadline, last):
+    if not until or not store.tiers[tier].answers or not (most := read.begin(names[0], sizes, deadline)):
         return None
+    last = {name[:FINGERPRINT_BYTES]: name for name in before}  # of each layout
+    parents = list[bytes]()
+    for name in names[:most]:
+        layout = name[:FINGERPRINT_BYTES]
+        parents.append(last.get(layout, name))
+        last[layout] = name
+    fields = zip(names[:most], parents, sizes, repeat(0), strict=False)
+    read.reserved = faster.reserve([*map(UnreadBlock._make, fields)], deadline, unread=True)
+    faster.filling.slot = read.reserved.stride
+    if (
+        read.reserved.stride > read.slot
+    ):  # a write has made slots longer since the last read: their share is fewer of them
+        read.end(lambda *_: False)
+        return read_into(store, tier, names, sizes, deadline=deadline, before=before)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
     if not count:
         return read

@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 _PROMOTION_PAUSE: Final = 0.25  # seconds
 _LONGEST_PAUSE: Final = 2.0
 _MOST_ERASED: Final = 1024  # roots that one load remembers
-_ANYTHING: Final = (b"",)  # every root begins with it
 _MOST_POSTPONED: Final = 16_384  # blocks: their headers take about 8 MiB
 _ROOM_POLL: Final = 0.05  # seconds between two looks for slots that no load needs
 # Writing threads run at a slightly lower priority than compute threads. Not much lower: a full queue drops blocks.
@@ -87,16 +86,9 @@ class LentSlots:
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class BlockRead:
     """A load, or a save, that may bring blocks from one tier into another (`WriteBehind.began`): what does that refers to it,
-    however long a store hangs. `erased`: what roots begin with whose blocks were erased since it began; anything, once they are
-    many: it promotes nothing then."""
+    however long a store hangs. `erased`: what roots begin with whose blocks were erased since it began; of many, b""."""
 
     erased: tuple[bytes, ...] = ()
-
-    def note(self, erased: tuple[bytes, ...]) -> None:
-        """Blocks whose roots begin with one of these bytes were erased."""
-        if self.erased != _ANYTHING:
-            both = {*self.erased, *erased}
-            self.erased = tuple(both) if len(both) <= _MOST_ERASED else _ANYTHING
 
 
 @dataclass(slots=True, eq=False)
@@ -295,7 +287,8 @@ class WriteBehind:
         # all stores are swept (`began`). Each learns of it, so nothing is to be remembered when the erasure has ended.
         with self._changed:
             for read in self._reads:
-                read.note(erased)
+                both = {*read.erased, *erased}
+                read.erased = tuple(both) if len(both) <= _MOST_ERASED else (b"",)  # every root begins with that
             mine = [batch for batch in self._batches if batch.is_of(erased)]
             for batch in mine:
                 batch.pending.clear()

@@ -156,7 +156,7 @@ def test_the_clock_may_jump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_put_of_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It makes no transaction, for which other processes would wait."""
+    """A put without frames makes no transaction, for which other processes would wait."""
     with closing(DiskStore(tmp_path, 1 << 20)) as store:
         store.put(make_frames(1, 1, 1000), deadline=soon())
         with monkeypatch.context() as patched:

@@ -499,7 +499,7 @@ def test_a_key_store_that_is_down(tmp_path: Path, stack: ExitStack) -> None:
 
 
 def test_a_child_that_was_forked_while_the_key_store_was_down(tmp_path: Path, stack: ExitStack) -> None:
-    """It asks the key store again, and does not wait for its parent's thread, which it does not have."""
+    """A forked child asks the key store again, and does not wait for its parent's thread, which it does not have."""
     broken = FlakyStore(stack.enter_context(closing(DiskStore(tmp_path / "keys", 1 << 20))))
     keys = stack.enter_context(closing(DataKeys(config(tmp_path, check_seconds=3600.0), broken)))
     broken.inject("fail", 1.0)

@@ -327,17 +327,13 @@ class MemoryStore(LocalRecords):
         self._size = size
         self._pin_share = pin_share
         self._quota = None if tenant_quota is None else quota_of(tenant_quota, size)
-        self._lock = threading.Lock()
         self._arena: MemoryArena | None = MemoryArena(size)
-        # No slots before the first put, unless `slot_bytes` is given.
-        self._slots = SlotTable(size, slot_bytes or 0, self._quota)
-        self._fixed = slot_bytes is not None
+        self._fixed = slot_bytes or 0
         self._longest = longest if longest <= size else 0
-        self._names: SharedNames | None = None
         self._evictions = 0
         self._refused = 0
         self._emptied = 0
-        self._lost: deque[tuple[SlotTable, Sequence[int]]] = deque()
+        self.after_fork()
         self._populator = PagePopulator(self._arena, self._arena.address, size, f"{label}-pages")
         weakref.finalize(self, self._populator.stop)
         renew_in_child(self)
@@ -346,9 +342,10 @@ class MemoryStore(LocalRecords):
         """Begin without blocks: a thread that the child does not have may have been in the middle of a change, or have slots in
         use, and readers of the table of names look for the parent's."""
         self._lock = threading.Lock()
-        self._slots = SlotTable(self._size, self._slots.slot_bytes if self._fixed else 0, self._quota)
-        self._names = None
-        self._lost = deque()
+        # No slots before the first put, unless their length is given.
+        self._slots = SlotTable(self._size, self._fixed, self._quota)
+        self._names: SharedNames | None = None
+        self._lost: deque[tuple[SlotTable, Sequence[int]]] = deque()
 
     @property
     def memory(self) -> memoryview | None:
