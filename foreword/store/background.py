@@ -22,7 +22,8 @@ Result = TypeVar("Result")
 CORES: Final = os.cpu_count() or 1
 _PART_BYTES: Final = 2 << 20  # a part has at least this size
 _POPULATE_BYTES: Final = 1 << 20  # meanwhile no other thread of the process can map memory
-_AHEAD_BYTES: Final = 256 << 20
+_AHEAD_BYTES: Final = 1 << 30  # what several long prompts load one after the other
+_FIRST_BYTES: Final = 64 << 20  # count as populated: the thread takes them on before the first request comes
 _POPULATE_PAUSE: Final = 0.002  # seconds after each piece: at most half a gigabyte per second
 _POPULATE_NICE: Final = 10
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the module mmap
@@ -90,17 +91,21 @@ class PagePopulator:
 
     Args:
         memory: what keeps the memory mapped. The thread has a reference to it until it is stopped or done.
+
+    Attributes:
+        ready: bytes from the start that are populated; all where the thread does not run.
     """
 
     def __init__(self, memory: object, address: int, size: int, name: str) -> None:
         self._used = 0
         self._stopped = False
         self.after_fork()
+        self.ready = _FIRST_BYTES
         renew_in_child(self)
         background_thread(lambda: self._run(memory, address, size), name, nice=_POPULATE_NICE)
 
     def after_fork(self) -> None:
-        self._changed = threading.Condition()
+        self._changed, self.ready = threading.Condition(), sys.maxsize
 
     def extend(self, end: int) -> None:
         """Note that bytes up to `end` are in use or will be soon."""
@@ -111,7 +116,7 @@ class PagePopulator:
 
     def stop(self) -> None:
         with self._changed:
-            self._stopped = True
+            self._stopped, self.ready = True, sys.maxsize
             self._changed.notify()
 
     def _run(self, _memory: object, address: int, size: int) -> None:
@@ -122,9 +127,11 @@ class PagePopulator:
                     return
             piece = ctypes.c_size_t(min(_POPULATE_BYTES, size - offset))
             # Without the GIL, and without changing what is there.
-            if ctypes.CDLL(None).madvise(ctypes.c_void_p(address + offset), piece, _MADV_POPULATE_WRITE):
-                return
+            failed = ctypes.CDLL(None).madvise(ctypes.c_void_p(address + offset), piece, _MADV_POPULATE_WRITE)
             with self._changed:
+                self.ready = max(self.ready, sys.maxsize if failed else offset + piece.value)
+                if failed:
+                    return
                 self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)
 
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from invariants import check_memory_store
 from processes import in_child
+from servers import wait_until
 
 from foreword.conformance import (
     SMALL_BYTES,
@@ -28,7 +30,9 @@ from foreword.conformance import (
     whole,
 )
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
-from foreword.store.frame import HEADER_BYTES, Frame, Header
+from foreword.store import background
+from foreword.store.background import PagePopulator
+from foreword.store.frame import HEADER_BYTES, Frame, Header, UnreadBlock
 from foreword.store.memory.memory_store import MemoryArena, MemoryStore
 from foreword.store.tiered import TieredStore
 
@@ -388,3 +392,31 @@ def test_other_memory() -> None:
     assert bytes(made[0].payload) in bytes(other.view)
     store.close()
     assert not store.move_to(other)
+
+
+def test_reads_do_not_wait_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots are reserved for reads only in memory that has its pages, or is the first that gets them: a read would wait for the
+    others. What was asked for is populated next, and writes get all slots."""
+    gate = threading.Event()
+    populate = PagePopulator._run
+
+    def wait(self: PagePopulator, *given: Any) -> None:
+        gate.wait()
+        populate(self, *given)
+
+    monkeypatch.setattr(PagePopulator, "_run", wait)
+    monkeypatch.setattr(background, "_AHEAD_BYTES", 0)
+    size, length = 128 << 20, (1 << 20) - HEADER_BYTES
+    blocks = [UnreadBlock(name, name, length) for name in (number.to_bytes(64) for number in range(96))]
+    with closing(MemoryStore(size, slot_bytes=1 << 20)) as store:
+        early = store.reserve(blocks, unread=True, deadline=soon())
+        assert (early.positions, early.full) == ([*range(64)], False)
+        store.abandon(early)
+        written = store.reserve(blocks, deadline=soon())
+        assert len(written.positions) == 96
+        store.abandon(written)
+        gate.set()
+        wait_until(lambda: store._populator.ready >= 96 << 20, "pages")
+        late = store.reserve(blocks, unread=True, deadline=soon())
+        assert late.positions == [*range(96)]
+        store.abandon(late)

@@ -427,10 +427,17 @@ class MemoryStore(LocalRecords):
     def reserve(
         self, headers: Sequence[Header] | Sequence[UnreadBlock], *, unread: bool = False, deadline: float
     ) -> ReservedSlots:
-        """Reserve slots. A block that another thread is writing at this moment has no slot and is not counted."""
+        """Reserve slots. A block that another thread is writing at this moment has no slot and is not counted. With `unread`
+        there are none in memory that is not populated yet: whoever waits for the read would wait for the pages, which takes up
+        to ten times as long as the bytes."""
         lengths = [HEADER_BYTES + header.length for header in headers]
         with self._lock:
             arena, slots, found, present, full = self._take(headers, lengths, deadline, unread=unread)
+            if unread:
+                ready = self._populator.ready // (slots.slot_bytes or 1)
+                for slot in itertools.dropwhile(ready.__gt__, [*found]):
+                    slots.abort_write(slot)
+                    del found[slot]
             used = slots.chains.in_use
             busy = full and len(used) - used.count(0) > len(found)
         stride = slots.slot_bytes or 1
