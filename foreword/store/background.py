@@ -105,7 +105,8 @@ class PagePopulator:
         background_thread(lambda: self._run(memory, address, size), name, nice=_POPULATE_NICE)
 
     def after_fork(self) -> None:
-        self._changed, self.ready = threading.Condition(), sys.maxsize
+        self._changed = threading.Condition()
+        self.ready = sys.maxsize
 
     def extend(self, end: int) -> None:
         """Note that bytes up to `end` are in use or will be soon."""

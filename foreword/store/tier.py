@@ -13,15 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from foreword.errors import (
-    BadFrame,
-    StoreError,
-    StoreFull,
-    StoreHung,
-    StoreReadOnly,
-    StoreTimeout,
-    StoreUnavailable,
-)
+from foreword.errors import BadFrame, StoreError, StoreFull, StoreHung, StoreReadOnly, StoreTimeout, StoreUnavailable
 from foreword.store.background import divide
 from foreword.store.base import (
     BAD,
@@ -212,11 +204,7 @@ class StoreTier(StoreGuard):
     # Reading
 
     def get(
-        self,
-        names: Sequence[Name],
-        buffers: Sequence[memoryview],
-        deadline: float,
-        on_late: OnLate | None = None,
+        self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float, on_late: OnLate | None = None
     ) -> list[Frame | None]:
         """Read and verify frames. None for each one that is missing, damaged or not read. Those that are damaged when they are
         read once more, too, are deleted. Those that the device does not give, or that are for other readers, are left.

@@ -24,15 +24,7 @@ from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreConfigError, StoreError
 from foreword.store.background import at_once
-from foreword.store.base import (
-    MISSING,
-    Name,
-    Store,
-    StoredBlock,
-    StoreStatus,
-    copy_error,
-    step_deadline,
-)
+from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus, copy_error, step_deadline
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
 from foreword.store.tier_counters import LookupOutcome
@@ -274,12 +266,7 @@ class TieredStore(Store):
         return len(self.locate(names, deadline=deadline))
 
     def fetch(
-        self,
-        names: Sequence[Name],
-        buffers: Sequence[memoryview],
-        *,
-        deadline: float,
-        on_late: OnLate | None = None,
+        self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float, on_late: OnLate | None = None
     ) -> list[FetchedBlock | None]:
         """Read and verify each block from the fastest tier that has a good copy.
 

@@ -428,8 +428,8 @@ class MemoryStore(LocalRecords):
         self, headers: Sequence[Header] | Sequence[UnreadBlock], *, unread: bool = False, deadline: float
     ) -> ReservedSlots:
         """Reserve slots. A block that another thread is writing at this moment has no slot and is not counted. With `unread`
-        there are none in memory that is not populated yet: whoever waits for the read would wait for the pages, which takes up
-        to ten times as long as the bytes."""
+        there are none in memory that is not populated yet: the read would wait for its pages, up to ten times as long as for the
+        bytes."""
         lengths = [HEADER_BYTES + header.length for header in headers]
         with self._lock:
             arena, slots, found, present, full = self._take(headers, lengths, deadline, unread=unread)
