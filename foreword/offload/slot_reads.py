@@ -128,9 +128,7 @@ def read_into(
     fields = zip(names[:most], parents, sizes, repeat(0), strict=False)
     read.reserved = faster.reserve([*map(UnreadBlock._make, fields)], deadline, unread=True)
     faster.filling.slot = read.reserved.stride
-    if (
-        read.reserved.stride > read.slot
-    ):  # a write has made slots longer since the last read: their share is fewer of them
+    if read.reserved.stride > read.slot:  # a write has made slots longer since the last read: fewer are the share
         read.end(lambda *_: False)
         return read_into(store, tier, names, sizes, deadline=deadline, before=before)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
