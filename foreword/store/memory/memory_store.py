@@ -428,7 +428,7 @@ class MemoryStore(LocalRecords):
         self, headers: Sequence[Header] | Sequence[UnreadBlock], *, unread: bool = False, deadline: float
     ) -> ReservedSlots:
         """Reserve slots. A block that another thread is writing at this moment has no slot and is not counted. With `unread`
-        there are none in memory that is not populated yet: the read would wait for its pages, up to ten times as long as for the
+        there are none in memory that is not populated yet: a read would wait for its pages, ten times as long as for the
         bytes."""
         lengths = [HEADER_BYTES + header.length for header in headers]
         with self._lock:
