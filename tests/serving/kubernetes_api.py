@@ -82,7 +82,8 @@ class KubernetesApi:
         app = web.Application()
         app.router.add_get("/apis/{rest:.*}", self._get)
         app.router.add_patch("/api/v1/namespaces/llm/pods/{name}", self._patch)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._loop.ends.append(runner.cleanup)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=_certificate(self.folder)).start()
         return f"https://127.0.0.1:{runner.addresses[0][1]}"

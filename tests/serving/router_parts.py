@@ -141,11 +141,25 @@ def _config(*arguments: str) -> Config:
 
 
 class Loop:
-    """An event loop on a separate thread."""
+    """An event loop on a separate thread.
+
+    Attributes:
+        ends: coroutine functions that end what runs on it, for `close`.
+    """
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.ends: list[Callable[[], Any]] = []
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End what runs, and the loop: one that is stopped only leaves tasks and sockets to the garbage collector."""
+        for end in self.ends:
+            self.call(end)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
 
     def call(self, make: Callable[[], Any]) -> Any:
         async def run() -> Any:

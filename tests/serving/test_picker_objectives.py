@@ -55,7 +55,7 @@ def failing(loop: Loop, folder: Path) -> Iterator[Any]:
 def loop() -> Iterator[Loop]:
     one = Loop()
     yield one
-    one.loop.call_soon_threadsafe(one.loop.stop)
+    one.close()
 
 
 def test_objectives_follow_the_cluster(loop: Loop, tmp_path: Path) -> None:

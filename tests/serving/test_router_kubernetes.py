@@ -27,7 +27,7 @@ READY = endpoint("127.0.0.1", ready=True, serving=True, terminating=False)
 def loop() -> Iterator[Loop]:
     one = Loop()
     yield one
-    one.loop.call_soon_threadsafe(one.loop.stop)
+    one.close()
 
 
 @contextmanager
