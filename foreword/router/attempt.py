@@ -214,7 +214,8 @@ class WholeRequest(aiohttp.ClientRequest):
 
     Args:
         known: requests of the session with such bodies, by what differs beside headers, body and time limit. aiohttp takes
-            as many steps to make one as the router takes to place it; so it makes the first, which is copied.
+            as many steps to make one as the router takes to place it; so it makes the first, which is copied. What a session
+            fixes, as TLS, is the same in all.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class WholeRequest(aiohttp.ClientRequest):
         if first is None:
             if len(known) >= _MOST_KNOWN:
                 known.clear()
-            first = known[key] = aiohttp.ClientRequest(method, url, **more)
+            first = known[key] = aiohttp.ClientRequest(method, url, **{**more, "timer": None})
         vars(self).update(vars(first), _whole=self._whole, _timer=more["timer"], headers=first.headers.copy())
         self.headers.update(headers)
         self.headers["content-length"] = str(len(data))

@@ -182,7 +182,8 @@ class ObjectWatch(Generic[Kind]):
             except _Gone:
                 logger.info("Kubernetes: the version of the %s is too old; listing them", self._what.purpose)
                 self._version = ""
-                await asyncio.sleep(_MIN_PAUSE)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _MAX_PAUSE)
             except _Absent:
                 self._is_absent()
                 self._version = ""

@@ -84,7 +84,7 @@ def use_background_cores() -> None:
 
 
 class PagePopulator:
-    """A low-priority thread that populates memory from start to end, in pieces, a little ahead of use: the first write to a
+    """A low-priority thread that populates memory from start to end, in pieces, 1 GiB ahead of use: the first write to a
     page costs as much as copying it, and on some virtual machines ten times as much.
 
     Where the kernel does not support it (before Linux 5.14), or for an address that no page begins at, it does nothing.
@@ -117,23 +117,25 @@ class PagePopulator:
 
     def stop(self) -> None:
         with self._changed:
-            self._stopped, self.ready = True, sys.maxsize
+            self._stopped = True
             self._changed.notify()
 
     def _run(self, _memory: object, address: int, size: int) -> None:
-        for offset in range(0, size, _POPULATE_BYTES):
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped or offset < self._used + _AHEAD_BYTES)  # noqa: B023
-                if self._stopped:
+        try:
+            for offset in range(0, size, _POPULATE_BYTES):
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped or offset < self._used + _AHEAD_BYTES)  # noqa: B023
+                    if self._stopped:
+                        return
+                piece = ctypes.c_size_t(min(_POPULATE_BYTES, size - offset))
+                # Without the GIL, and without changing what is there.
+                if ctypes.CDLL(None).madvise(ctypes.c_void_p(address + offset), piece, _MADV_POPULATE_WRITE):
                     return
-            piece = ctypes.c_size_t(min(_POPULATE_BYTES, size - offset))
-            # Without the GIL, and without changing what is there.
-            failed = ctypes.CDLL(None).madvise(ctypes.c_void_p(address + offset), piece, _MADV_POPULATE_WRITE)
-            with self._changed:
-                self.ready = max(self.ready, sys.maxsize if failed else offset + piece.value)
-                if failed:
-                    return
-                self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)
+                with self._changed:
+                    self.ready = max(self.ready, offset + piece.value)
+                    self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)
+        finally:
+            self.ready = sys.maxsize
 
 
 def background_thread(

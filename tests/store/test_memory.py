@@ -412,6 +412,10 @@ def test_reads_do_not_wait_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         early = store.reserve(blocks, unread=True, deadline=soon())
         assert (early.positions, early.full) == ([*range(64)], False)
         store.abandon(early)
+        half = store.reserve(blocks[:50], unread=True, deadline=soon())
+        rest = store.reserve(blocks[50:], unread=True, deadline=soon())
+        assert (len(half.slots), rest.slots, rest.full) == (50, [], False), "less than a half is read at once"
+        store.abandon(half)
         written = store.reserve(blocks, deadline=soon())
         assert len(written.positions) == 96
         store.abandon(written)

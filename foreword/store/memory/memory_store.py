@@ -3,8 +3,8 @@
 The lock is held to find slots, never while bytes are copied. A slot that is being read or written is *in use*: it is
 not evicted, and a deleted block releases its slot when its last reader, or its writer, is done. Slots may be written by someone
 else (`reserve`), such as a device. Memory is populated as the store fills, so a start does not compete with the first requests:
-the first write to a page costs as much as the copy itself, so a low-priority thread populates pages shortly before they are
-used. The store belongs to one process; in a forked child it is empty.
+the first write to a page costs more than the copy itself, so a low-priority thread populates pages before they are used. The
+store belongs to one process; in a forked child it is empty.
 """
 
 from __future__ import annotations
@@ -429,15 +429,10 @@ class MemoryStore(LocalRecords):
     ) -> ReservedSlots:
         """Reserve slots. A block that another thread is writing at this moment has no slot and is not counted. With `unread`
         there are none in memory that is not populated yet: a read would wait for its pages, ten times as long as for the
-        bytes."""
+        bytes; what evicts a block has its pages."""
         lengths = [HEADER_BYTES + header.length for header in headers]
         with self._lock:
             arena, slots, found, present, full = self._take(headers, lengths, deadline, unread=unread)
-            if unread:
-                ready = self._populator.ready // (slots.slot_bytes or 1)
-                for slot in itertools.dropwhile(ready.__gt__, [*found]):
-                    slots.abort_write(slot)
-                    del found[slot]
             used = slots.chains.in_use
             busy = full and len(used) - used.count(0) > len(found)
         stride = slots.slot_bytes or 1
@@ -671,10 +666,12 @@ class MemoryStore(LocalRecords):
         """Allocate slots for new frames, in use and not published. Evicts nothing that this call has used.
 
         Returns the index of the header by slot, the number of frames that are present or repeated in the batch, and whether a
-        frame found no slot. With `unread` it ends behind the first that gets none.
+        frame found no slot. With `unread` it ends behind the first that gets none. For want of pages all get none unless a half
+        has them: the rest is read together.
         """
         chains = slots.chains
         now, clock = chains.tick(), time.time()
+        ready = self._populator.ready // max(slots.slot_bytes, 1) if unread else chains.slots
         reserved: dict[int, int] = {}
         present, full = 0, False
         pairs = [(header.name, header.parent_name) for header in headers]
@@ -695,6 +692,12 @@ class MemoryStore(LocalRecords):
             if slot is None:  # skip the rest of the chain too: it would lie behind a gap
                 full = True
                 continue
+            if slot >= ready and chains.evicted is None:
+                chains.free(slot)
+                self._populator.extend((slot + len(pairs) - at) * slots.slot_bytes)
+                while reserved and 2 * at < len(pairs):  # in this order the first slot is the next
+                    slots.abort_write(reserved.popitem()[0])
+                break
             if chains.evicted is not None:
                 self._evictions += 1
                 if self.on_evicted is not None:

@@ -64,6 +64,8 @@ class ClusterNodes:
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
+        self._down.clear()  # the child has no thread that would find them up again
+        self._watching = None
 
     def run(self, commands: Sequence[Command], deadline: float) -> list[Reply]:
         """The replies in the order of the commands. A StoreError stands for each one that did not come."""
