@@ -160,9 +160,7 @@ class DiskStore(Store):
         if not 0 <= pieces <= _LARGEST_PIECE:
             raise StoreConfigError(f"pieces of a disk store have at most {_LARGEST_PIECE:,} bytes, not {pieces:,}")
         if size < 1 or not 0.0 <= pin_share <= 1.0 or journal not in ("wal", "delete"):
-            raise StoreConfigError(
-                f"no disk store of {size} bytes with a pin share of {pin_share} and journal {journal!r}"
-            )
+            raise StoreConfigError(f"no disk store of {size} bytes, a pin share of {pin_share} and journal {journal!r}")
         quota_of(tenant_quota, size)
 
     def _create_folder(self) -> None:
@@ -456,6 +454,11 @@ class DiskStore(Store):
         except StoreError as error:
             yield Erased.failed(error)
         yield from map(Erased.failed, problems)
+
+    def sync_deletions(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[None]:
+        for step in itertools.chain(self._files.sync(layout, root), self._records.sync(root)):
+            self._check_open(deadline)
+            yield step
 
     def _is_whole(self, file: BlockFile, problems: list[StoreError]) -> bool:
         """Whether a file is complete. Removes it if it is not and its writer is dead, or it is a broken piece."""

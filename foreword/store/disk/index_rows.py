@@ -98,9 +98,7 @@ _WRONG_CHILDREN: Final = """
 _WRONG_TENANTS: Final = """SELECT 1 WHERE (SELECT coalesce(sum(bytes), 0) FROM tenants) != (SELECT bytes FROM totals)
     OR EXISTS (SELECT 1 FROM tenants WHERE typeof(bytes) != 'integer' OR typeof(used_at) != 'real')"""
 _ROW: Final = "id, name, above, size, used, children, pinned, piece, at"  # the fields of BlockRow
-_PENDING: Final = (
-    "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow but its place
-)
+_PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # of PendingRow, but its place
 _PENDING_FIELDS: Final = 9
 _OF_PIECE: Final = -1  # the depth of the row of a piece
 # PendingRow's fields without the writer, and what else a complete block has.

@@ -211,9 +211,7 @@ class KnownBlocks:
         self._count = 0
         self._last = 0  # all rows up to this row id have been read
         self._began: tuple[bytes, bytes] | None = None  # the board when the reading began
-        self._seen: tuple[bytes, bytes] | None = (
-            None  # the board when all of the index had been read, or was followed to
-        )
+        self._seen: tuple[bytes, bytes] | None = None  # the board when all was read, or to which it was followed
         self._loaded_at = 0.0
         self._unsure: set[int] = set()  # removed by another process, perhaps before it was added again
 
@@ -347,9 +345,8 @@ class KnownBlocks:
                 if time.monotonic() >= until:
                     return
             with self._lock:
-                if (
-                    self._seen is before and self._removals == removals
-                ):  # else they were followed meanwhile, or see `_read_some`
+                # Else they were followed meanwhile, or see `_read_some`.
+                if self._seen is before and self._removals == removals:
                     self._seen = now if self._ids else None
 
     def _read_some(self, rows_after: RowsAfter, removals: int) -> bool:
