@@ -484,8 +484,7 @@ class DirectTier(DirectCopies):
         return self.ring.free
 
     def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[_TierLoad, None, None]:
-        with self.tier.lend_unverified([], time.monotonic() + _CALL_SECONDS) as loan:
-            stride = max(HEADER_BYTES + max(self.ring.block_bytes), loan.stride)
+        stride = max(HEADER_BYTES + max(self.ring.block_bytes), self.tier.store.slot_bytes)
         if stride > self.ring.piece_bytes:
             return
         count = self._share.take(count, stride, self.ring.piece_bytes // stride)

@@ -354,6 +354,10 @@ class MemoryStore(LocalRecords):
         arena = self._arena
         return None if arena is None else arena.view
 
+    @property
+    def slot_bytes(self) -> int:
+        return self._slots.slot_bytes
+
     def move_to(self, arena: MemoryArena) -> bool:
         """Keep blocks in other memory, of the same size, from now on; those that it has are gone. False, and nothing changes,
         while a block is in use or pinned."""
