@@ -466,8 +466,8 @@ def test_a_put_writes_each_page_of_the_index_once(tmp_path: Path) -> None:
 
 
 def test_a_put_does_not_look_at_all_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A put takes as many steps of SQLite with thousands of tenants in the index as with one, while there is room: users' own
-    salts are tenants, too. A put that evicts compares them."""
+    """A put takes as many steps of SQLite with thousands of tenants in the index as with one, while there is room. A put that
+    evicts counts them."""
     steps = [0]
 
     def step() -> int:
