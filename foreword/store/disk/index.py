@@ -373,11 +373,10 @@ class DiskIndex:
 
     def oldest_leaves(self, count: int, deadline: float) -> list[Name]:
         """The names of the least recently used blocks of the largest tenant."""
-        sql = (
-            "SELECT name FROM blocks WHERE children = 0 AND pinned = 0 AND tenant ="
-            " (SELECT id FROM tenants ORDER BY bytes DESC LIMIT 1) ORDER BY used, depth DESC LIMIT ?"
-        )
-        return [name for (name,) in self._read(sql, (count,), deadline)]
+        tenant = "SELECT id FROM tenants ORDER BY bytes DESC LIMIT 1"
+        leaves = f"SELECT name FROM blocks WHERE children = 0 AND pinned = 0 AND tenant = ({tenant})"
+        found = self._read(f"{leaves} ORDER BY used, depth DESC LIMIT ?", (count,), deadline)
+        return [name for (name,) in found]
 
     def totals(self, deadline: float) -> tuple[int, int, int]:
         """The number of blocks, their bytes, and the bytes of pinned blocks."""

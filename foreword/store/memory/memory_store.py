@@ -378,9 +378,7 @@ class MemoryStore(LocalRecords):
     ) -> None:
         """Raises StoreConfigError for what the constructor would refuse."""
         if size < 1 or not 0.0 <= pin_share <= 1.0 or (slot_bytes is not None and not 1 <= slot_bytes <= size):
-            raise StoreConfigError(
-                f"no memory store of {size} bytes with slots of {slot_bytes} and a pin share of {pin_share}"
-            )
+            raise StoreConfigError(f"no memory store of {size} bytes, slots of {slot_bytes}, pin share {pin_share}")
         quota_of(tenant_quota, size)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
