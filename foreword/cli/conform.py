@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreword.cli.children import ended_by_signals
+from foreword.children import ended_by_signals
 from foreword.cli.commands import check_file, described
 from foreword.config import check_folder
 from foreword.errors import ConfigError

@@ -25,8 +25,8 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from foreword import children
 from foreword.api.dialects.choice_reader import ChoiceReader
-from foreword.cli import children
 from foreword.cli.commands import described
 from foreword.errors import ForewordError
 

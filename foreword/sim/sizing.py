@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-from foreword.cli.children import end_with_parent
+from foreword.children import end_with_parent
 from foreword.errors import ConfigError
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.plan import SimulationCase
