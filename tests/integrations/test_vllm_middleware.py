@@ -481,7 +481,7 @@ class Owner:
 
 
 def test_a_count_runs_no_code_of_others() -> None:
-    """What other tests have imported does not end a count of what this process keeps: it is counted, too."""
+    """Tables of libraries that other tests have imported do not end a count of what this process keeps: they are counted."""
     owner = Owner()
     label = f"{Owner.__module__}.{Owner.__qualname__}"
     counted = {name.removeprefix(f"{label}."): count for name, count in entries()[0].items() if name.startswith(label)}
