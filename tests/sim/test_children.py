@@ -72,3 +72,23 @@ def test_simulate(end: signal.Signals, tmp_path: Path) -> None:
     trace.write_text("\n".join(lines) + "\n")
     command = ["simulate", str(trace), "--slo", "p99 ttft < 1 ms", "--jobs", "3", "--runs", "7"]
     assert left_after(end, command, 3) == 0
+
+
+def test_conform(tmp_path: Path) -> None:
+    """A `foreword conform` that is told to end leaves nothing behind: what it mounts and the folders of its models go."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = ["conform", "--engine", "--only", "reuse", "--reproducers", str(tmp_path / "found")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "foreword", *command],
+        env={**os.environ, "TMPDIR": str(scratch)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        limit = time.monotonic() + 60
+        while not any(scratch.glob("foreword-conform-kv-*")):
+            assert process.poll() is None and time.monotonic() < limit
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not list(scratch.iterdir())
