@@ -479,8 +479,7 @@ def write_atomically(path: str, temporary: str, data: bytes | memoryview, *, syn
 
 
 def write_back(path: str, last: str) -> None:
-    """Write the entries of a folder to the device, and those of the folders that it is in, up to the last one. Raises
-    StoreError."""
+    """Write the entries of a folder to the device, and of those above it up to the last one. Raises StoreError."""
     _sync(path)
     while len(path) > len(last):
         path = os.path.dirname(path)

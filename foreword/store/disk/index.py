@@ -359,11 +359,8 @@ class DiskIndex:
 
     def listed(self, deadline: float) -> bool:
         """Whether all blocks are in the index, or at least their bytes."""
-        return bool(
-            self._read(
-                "SELECT EXISTS (SELECT 1 FROM hosts) OR EXISTS (SELECT 1 FROM writing WHERE id = 0)", (), deadline
-            )[0][0]
-        )
+        sql = "SELECT EXISTS (SELECT 1 FROM hosts) OR EXISTS (SELECT 1 FROM writing WHERE id = 0)"
+        return bool(self._read(sql, (), deadline)[0][0])
 
     def rows_after(self, after: int, count: int, deadline: float) -> list[tuple[int, int, Name, int, BlockPlace]]:
         """The next rows: row id, block id, name, size, place."""

@@ -241,9 +241,8 @@ class IndexTransaction:
     def _keep_newest(self, table: str, row: Sequence[object]) -> None:
         """Write a row, and forget those that were written long ago."""
         self._execute(f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * len(row))})", row)
-        self._execute(
-            f"DELETE FROM {table} WHERE rowid NOT IN (SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT {_KEPT})"
-        )
+        newest = f"SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT {_KEPT}"
+        self._execute(f"DELETE FROM {table} WHERE rowid NOT IN ({newest})")
 
     def save(self) -> None:
         """Write the totals. The last step before the commit."""

@@ -256,9 +256,8 @@ class KnownBlocks:
                 continue
             last = {change & ~_REMOVED: change >= _REMOVED for change in logged}
             came.update(one for one, is_gone in last.items() if not is_gone)
-            (unsure if _is_about_to_remove(added, old[1]) else gone).update(
-                one for one, is_gone in last.items() if is_gone
-            )
+            went = (one for one, is_gone in last.items() if is_gone)
+            (unsure if _is_about_to_remove(added, old[1]) else gone).update(went)
             pages[0][entry] = added
             logs_all = added >> _OWNER_SHIFT == removed >> _OWNER_SHIFT and removed & _COUNT <= added & _COUNT
             pages[1][entry] = removed if logs_all else old[1]
