@@ -4,8 +4,8 @@
 
 A round draws 2 to 8 replicas, a tokenizer and a template, and how their `/tokenize` fails: late by 0.1, 2 or 30 s, never an
 answer, an error, a broken connection, or nonsense; at all replicas or at one; in turn 4 of six, in others, or from turn 4 on
-for good. Conversations take turns one by one, so no queue is a reason to move: a turn has lost what another replica had more
-of. Waiting is counted as the router decides it, and as it was: from the request to the replica, less that of other turns.
+for good. Conversations take turns one by one, so no queue is a reason to move: a turn behind the first has lost what another
+replica had more of. Waiting is counted as the router decides it, and as it was: from the request to the replica, less that of other turns.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def run_round(seed: int, loop: Loop, tokenizer: Tokenizer, found: Found) -> str:
             found.sources[decision["tokens_from"]] += failing
             (found.limits[failing] if turn > 1 else found.first_limits).extend(limits)
             found.waits[failing] += [came - began] if turn > 1 else []
-            if cached < best - 2 * BLOCK:
+            if turn > 1 and cached < best - 2 * BLOCK:  # a first turn may be sent elsewhere on purpose
                 found.lost.append(f"{drawn}, turn {turn}: {cached} of {best}; {decision['in_words']}")
             talks[number].messages.append({"role": "assistant", "content": "<think>well</think>" + "ok " * 30})
         return drawn
