@@ -456,10 +456,12 @@ def _learn_late(known: KnownPrompts, chain: PromptChain, pending: asyncio.Future
 
 
 def _without_tokens(request: GenerateRequest, chain: PromptChain | None, found: KnownPrefix | None) -> TokenizedPrompt:
-    """A prompt by its known part, or else as text."""
+    """A prompt by its known part, or else as text. Replicas' events do not tell where text was sent; its bytes do."""
     if found is not None and found.tokens:
         return TokenizedPrompt(found.tokens, "known", chain, found.total, found.held)
-    return TokenizedPrompt(text_as_tokens(request), "text", chain)
+    text = text_as_tokens(request)
+    held = {one: len(text) * known // found.total for one, known in found.held.items()} if found is not None else {}
+    return TokenizedPrompt(text, "text", chain, held=held)
 
 
 def text_as_tokens(request: GenerateRequest) -> array[int]:

@@ -3,9 +3,9 @@
     python tests/serving/late_tokens_campaign.py [--rounds 60] [--seed 1]
 
 A round draws 2 to 8 replicas, a tokenizer and a template, and how their `/tokenize` fails: late by 0.1, 2 or 30 s, never an
-answer, an error, a broken connection, or nonsense; at all replicas or at one; in turn 4 of six, in others, or from turn 4 on
-for good. Conversations take turns one by one, so no queue is a reason to move: a turn behind the first has lost what another
-replica had more of. Waiting is counted as the router decides it, and as it was: from the request to the replica, less that of other turns.
+answer, an error, a broken connection, or nonsense; at all replicas or at one; in turn 4 of six, in others, or from one on.
+Conversations take turns one by one, so no queue is a reason to move: a turn behind the first has lost what another replica
+had more of. Waiting is counted as the router decides it, and as it was, from the client to the replica.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _heads(tokens: Sequence[int]) -> Iterator[int]:
 
 @dataclass
 class Found:
-    """What the campaign has seen. `limits`: seconds that the router would wait for tokens, by whether `/tokenize` failed then."""
+    """What was seen. `limits`: seconds that the router would wait for tokens, by whether `/tokenize` failed then."""
 
     turns: Counter[bool] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
@@ -255,9 +255,7 @@ def main() -> int:
     limits = {name: found.limits[name] for name in (True, False)}
     longest = max(limits[True], default=0.0)
     over = sum(one > 0.0501 for one in limits[True])
-    print(
-        f"limit of waiting in failing turns behind the first: at most {longest:.3f} s; above 50 ms in {over} of {len(limits[True])}"
-    )
+    print(f"limit of waiting in failing turns: at most {longest:.3f} s; above 50 ms in {over} of {len(limits[True])}")
     print(f"first turns: at most {max(found.first_limits, default=0.0):.3f} s")
     medians = [1e3 * statistics.median(found.waits[name]) for name in (True, False)]
     print(f"from the client to the replica, median: {medians[0]:.0f} ms in failing turns, {medians[1]:.0f} in others")

@@ -83,10 +83,12 @@ def loop() -> Loop:
 
 
 @contextmanager
-def routed(loop: Loop, count: int, *more: str) -> Iterator[tuple[RouterThread, list[CountingReplica]]]:
-    """A router in front of replicas that waits for tokens only as long as a hit can save."""
+def routed(
+    loop: Loop, count: int, *more: str, events: str = ""
+) -> Iterator[tuple[RouterThread, list[CountingReplica]]]:
+    """A router in front of replicas that waits for tokens only as long as a hit can save. `events`: where they send events."""
     replicas = [CountingReplica(loop) for _ in range(count)]
-    urls = [part for one in replicas for part in ("--replica", one.url)]
+    urls = [part for one in replicas for part in ("--replica", one.url + events)]
     router = RouterThread(*urls, "router.tokenize_patience=0", *more)
     try:
         yield router.wait_for(count), replicas
@@ -136,6 +138,14 @@ def test_no_turn_loses_its_prefix(loop: Loop, count: int, late: tuple[int, ...])
     ):
         assert lost_turns(router, replicas, late) == []
         assert router.metric("foreword:router_placed_prompts_total", source="known") >= (late == (4,)) * CONVERSATIONS
+
+
+def test_prompts_that_are_never_tokenized_find_replicas_that_send_events(loop: Loop) -> None:
+    """Conversations no prompt of which is tokenized in time, such as long ones at busy servers, find all of the turn before at
+    replicas that tell their blocks by events: no event names a block of text."""
+    with routed(loop, 4, "router.tokenize_timeout=0.05", events=" events=tcp://127.0.0.1:1") as (router, replicas):
+        assert lost_turns(router, replicas, range(1, TURNS + 1)) == []
+        assert router.metric("foreword:router_placed_prompts_total", source="text") == TURNS * CONVERSATIONS
 
 
 def test_a_second_replica_is_asked_beside_a_silent_one(loop: Loop) -> None:
