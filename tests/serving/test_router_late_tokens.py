@@ -142,10 +142,13 @@ def test_no_turn_loses_its_prefix(loop: Loop, count: int, late: tuple[int, ...])
 
 def test_prompts_that_are_never_tokenized_find_replicas_that_send_events(loop: Loop) -> None:
     """Conversations no prompt of which is tokenized in time, such as long ones at busy servers, find all of the turn before at
-    replicas that tell their blocks by events: no event names a block of text."""
+    replicas that tell their blocks by events, and its price counts that: no event names a block of text."""
     with routed(loop, 4, "router.tokenize_timeout=0.05", events=" events=tcp://127.0.0.1:1") as (router, replicas):
         assert lost_turns(router, replicas, range(1, TURNS + 1)) == []
         assert router.metric("foreword:router_placed_prompts_total", source="text") == TURNS * CONVERSATIONS
+        decided = http_client.get(f"{router.url}/v1/router/decisions?last={TURNS * CONVERSATIONS}").json()["data"]
+        found = sum(one["expected_cached_tokens"] > one["prompt_tokens"] // 2 for one in decided)
+        assert found == (TURNS - 1) * CONVERSATIONS
 
 
 def test_a_second_replica_is_asked_beside_a_silent_one(loop: Loop) -> None:
