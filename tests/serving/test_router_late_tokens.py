@@ -217,11 +217,12 @@ def test_tenants_do_not_find_each_others_prompts(loop: Loop) -> None:
             http_client.request("POST", f"{router.url}/v1/chat/completions", json=body, headers=headers)
 
         ask_as("alice", "one")
+        before = router.metric("foreword:router_placed_prompts_total", source="text")  # on a busy machine hers is, too
         for one in replicas:
             one.speaks(False)
         ask_as("bob", "two")
         assert router.metric("foreword:router_placed_prompts_total", source="known") == 0
-        assert router.metric("foreword:router_placed_prompts_total", source="text") == 1
+        assert router.metric("foreword:router_placed_prompts_total", source="text") == before + 1
 
 
 def test_an_erasure_forgets_known_prompts(loop: Loop) -> None:
