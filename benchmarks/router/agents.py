@@ -321,7 +321,7 @@ def _without_type(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def _shortened(body: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The body with a short answer, of which the usage is told."""
+    """The body with a limit of a short answer, which reports its usage."""
     found = {**body, **{name: _TOKENS for name in _LIMITS if name in body}}
     if not any(name in body for name in _LIMITS):
         found["max_output_tokens" if path.endswith("responses") else "max_tokens"] = _TOKENS
@@ -337,7 +337,7 @@ def _shortened(body: Mapping[str, Any], path: str) -> dict[str, Any]:
 async def run(given: argparse.Namespace, root: Path, url: str) -> list[Turn]:
     """All sessions of the agents that are there, some at a time, beside other clients."""
     todo = [(name, session) for session in ("1", "2") for name in found_agents(root, given.only)]
-    busy = asyncio.gather(*(_neighbour(url, given.model_name, number) for number in range(given.neighbours)))
+    busy = asyncio.gather(*(_other_client(url, given.model_name, number) for number in range(given.others)))
     async with Relay(url, given.turns) as relay:
         queue = iter(todo)
 
@@ -388,7 +388,7 @@ async def _work(given: argparse.Namespace, root: Path, relay: Relay, name: str, 
 _PROJECTS: Final = ("shop", "a-compiler", "notes_2", "web.site", "Thesis", "x")
 
 
-async def _neighbour(url: str, model: str, number: int) -> None:
+async def _other_client(url: str, model: str, number: int) -> None:
     """A client that keeps the servers busy with prompts of its own."""
     chance, texts = random.Random(number), library()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
@@ -544,7 +544,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--turns", type=int, default=4, help="calls of tools in a session")
     parser.add_argument("--at-a-time", type=int, default=3, help="agents")
-    parser.add_argument("--neighbours", type=int, default=4, help="other clients")
+    parser.add_argument("--others", type=int, default=4, help="other clients")
     parser.add_argument("--seed", type=int, default=3, help="of the model's weights")
     parser.add_argument("--record", type=Path, help="whole requests")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM")
