@@ -52,7 +52,7 @@ def tools_behind_the_system_prompt(messages: Sequence[dict[str, Any]], tools: An
 
 
 def without_earlier_reasoning(messages: Sequence[dict[str, Any]], tools: Any) -> str:
-    """As templates of reasoning models: an earlier answer is shown from its end of reasoning on."""
+    """Render as reasoning models do: an earlier answer is shown from its end of reasoning on."""
     last = len(messages) - 1
     said = [
         one["content"].split("</think>")[-1] if at < last - 1 else one["content"] for at, one in enumerate(messages)
@@ -143,7 +143,7 @@ def _heads(tokens: Sequence[int]) -> Iterator[int]:
 
 @dataclass
 class Found:
-    """What was seen. `limits`: seconds that the router would wait for tokens, by whether `/tokenize` failed then."""
+    """Counts of the campaign. `limits`: seconds that the router would wait for tokens, by whether `/tokenize` failed then."""
 
     turns: Counter[bool] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
@@ -168,7 +168,7 @@ def counted(into: list[float]) -> Iterator[None]:
 
 
 def run_round(seed: int, loop: Loop, tokenizer: Tokenizer, found: Found) -> str:
-    """One router and its replicas; returns what was drawn."""
+    """Send the conversations of a round; returns its parameters."""
     chance = random.Random(seed)
     count, template = chance.randint(2, 8), chance.choice(TEMPLATES)
     encode = chance.choice([pairs_of_bytes, single_bytes, words, tokenizer.encode])

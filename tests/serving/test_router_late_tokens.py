@@ -271,8 +271,8 @@ def chat(*texts: str) -> GenerateRequest:
 
 
 def test_the_next_turn_waits_for_no_hit() -> None:
-    """What a turn adds to a prompt that is known as a whole was computed nowhere: it waits for its tokens as if it added
-    nothing, however long it is. A prompt that only shares a beginning waits as long as its rest takes to compute."""
+    """A turn behind a prompt that is known as a whole waits for its tokens as if it added nothing, however long it is: its
+    addition was computed nowhere. A prompt that only shares a beginning waits as long as its rest takes to compute."""
     first, tokens, pool = chat("one"), array("I", range(1000)), PoolOfSilence()
     chain = prompt_chain(first, "m", Salt())
     assert chain is not None
