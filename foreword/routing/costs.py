@@ -136,8 +136,8 @@ class ReplicaCosts:
         return best
 
 
-# Attention is that of dense models of 8 to 70 billion parameters: a pair costs about a fifty-thousandth of a token. Short prompts
-# do not show it, such as that with which a replica is measured, and a long one takes most of its time there.
+# Attention is that of dense models of 8 to 70 billion parameters: a pair costs about a fifty-thousandth of a token. Short
+# prompts do not show it, such as that with which a replica is measured, and a long one takes most of its time there.
 DEFAULT_COSTS: Final = ReplicaCosts(attention=4e-9)
 
 
