@@ -40,6 +40,7 @@ from foreword.store.base import Loan, Name, Store
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, UnreadBlock, seal
 from foreword.store.memory import memory_store
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tier_admission import AdmissionRule
 from foreword.store.tiered import TieredStore
 
 LAYOUT = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")
@@ -88,12 +89,12 @@ class Device:
     """Blocks of one layer, and an offload manager over stores."""
 
     def __init__(self, *stores: Store, slots: int = 32) -> None:
+        store = stores[0] if isinstance(stores[0], TieredStore) else TieredStore(stores)
         draw = torch.Generator().manual_seed(1)
         self.blocks = torch.randn(BLOCKS, LAYOUT.block_bytes // 4, generator=draw)
         self.computed = self.blocks.clone()
-        self.offload = EngineStores(
-            TieredStore(stores), StagingArena([[self.blocks]], slots), [LAYOUT], lookup_timeout=PATIENCE
-        )
+        arena = StagingArena([[self.blocks]], slots)
+        self.offload = EngineStores(store, arena, [LAYOUT], lookup_timeout=PATIENCE)
 
     def keys(self, chain: int, count: int) -> list[bytes]:
         return chain_keys(ROOT, [chain] * 16 * count, 16)
@@ -785,6 +786,23 @@ def test_an_erasure_outlasts_a_read_that_hangs(
     assert not any(fast.present(device.names(0, 4), deadline=soon()))
     erasures, load, task = weakref.ref(load.read), None, None
     device.wait(lambda: gc.collect() >= 0 and erasures() is None)
+
+
+def test_blocks_that_nothing_continues() -> None:
+    """Blocks that nothing continues stay where they are written, and are not written where they wait. Those that a client has
+    dropped are deleted."""
+    tiers = [MemoryStore(1 << 20, label="memory"), MemoryStore(1 << 20, label="late")]
+    device = Device(TieredStore(tiers, rules=[None, AdmissionRule(hold=1 << 20)]))
+    for chain in range(3):
+        device.save(chain, 4 * chain, 4)
+    assert device.offload.flush(PATIENCE)
+    device.offload.retire(lambda: device.names(0, 4), drop=False)
+    device.offload.retire(lambda: device.names(1, 4), drop=True)
+    device.offload.later(lambda: None).result(PATIENCE)
+    device.offload.store.write_deferred(PATIENCE)
+    found = [[store.lookup(device.names(chain, 4), deadline=soon()) for chain in range(3)] for store in tiers]
+    assert found == [[4, 0, 4], [0, 0, 4]]
+    device.offload.close()
 
 
 def test_blocks_that_no_tier_stores_count_as_failed(made: Callable[..., Device]) -> None:
