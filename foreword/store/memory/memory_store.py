@@ -377,10 +377,9 @@ class MemoryStore(LocalRecords):
         size: int, *, pin_share: float = 0.5, slot_bytes: int | None = None, tenant_quota: float | None = None
     ) -> None:
         """Raises StoreConfigError for what the constructor would refuse."""
-        if size < 1:
-            raise StoreConfigError(f"no memory store of {size} bytes: give its size, such as 8GiB")
-        if not 0.0 <= pin_share <= 1.0:
-            raise StoreConfigError(f"a share from 0 to 1 of a memory store may be pinned, not {pin_share}")
+        if size < 1 or not 0.0 <= pin_share <= 1.0:
+            what = f"no memory store of {size} bytes" if size < 1 else f"pin_share is from 0 to 1, not {pin_share}"
+            raise StoreConfigError(what)
         if slot_bytes is not None and not 1 <= slot_bytes <= size:
             raise StoreConfigError(f"a memory store of {size} bytes has no slots of {slot_bytes}")
         quota_of(tenant_quota, size)
