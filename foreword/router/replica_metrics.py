@@ -15,8 +15,12 @@ _LINE: Final = re.compile(
 # Metrics of Foreword's servers, and of vLLM servers with Foreword's connector.
 _MODEL_INFO: Final = ("foreword:model_info", "vllm:foreword_model_info")
 _CONNECTOR: Final = "vllm:foreword_"
-# Of Foreword's servers: their KV memory, which the dashboard shows.
-_MEMORY: Final = re.compile(r"^foreword:(?:blocks|tier_).*$", re.MULTILINE)
+# Lines about the KV memory of a Foreword server are kept for the dashboard, so many.
+_MEMORY: Final = re.compile(
+    r"^foreword:(?:blocks(?:_free|_cached|_pinned)?|tier_(?:bytes|budget_bytes|blocks|pinned_bytes|open))[{ ].{0,1000}$",
+    re.MULTILINE,
+)
+_MOST_LINES: Final = 256
 LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -77,7 +81,7 @@ def parse_metrics(text: str) -> ReplicaMetrics:
         size,
         size * sum(one or 0 for one in blocks) if size is not None and any(blocks) else None,
         sum(usages) / len(usages) if usages else None,
-        tuple(_MEMORY.findall(text)),
+        tuple(_MEMORY.findall(text)[:_MOST_LINES]),
         # Engines with different weights are one replica, and nothing is the same as that.
         next(iter(fingerprints)) or None if len(fingerprints) == 1 else None,
         _CONNECTOR in text,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from functools import lru_cache
 from typing import Any, Final
 
 from foreword.router.replica_metrics import LABEL
@@ -12,10 +11,8 @@ from foreword.router.replica_metrics import LABEL
 _LINE: Final = re.compile(
     r"foreword:(blocks(?:_free|_cached|_pinned)?|tier_(?:bytes|budget_bytes|blocks|pinned_bytes|open))(\{.*\})?\s+(\S+)"
 )
-_MOST_REPLICAS: Final = 4096
 
 
-@lru_cache(maxsize=_MOST_REPLICAS)
 def memory_of(lines: tuple[str, ...]) -> tuple[dict[str, float] | None, tuple[dict[str, Any], ...]]:
     """Its device blocks (all, free, cached, pinned), None if it does not say, and its tiers, in its own order."""
     values: dict[str, float] = {}
