@@ -21,6 +21,7 @@ import obstore
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import in_child
 from servers import CountingProxy, HttpServer, S3Server, ScriptedServer, free_port, wait_until
 
 from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
@@ -784,6 +785,25 @@ def test_a_service_that_is_gone_and_comes_back(tmp_path: Path):
     finally:
         store.close()
         server.kill()
+
+
+def test_a_forked_child(tmp_path: Path):
+    """A child that was forked while its parent used object stores has none of the client's threads: it misses at once instead
+    of waiting for each deadline, with a store of its own too, and its parent goes on."""
+    store, frames = ObjectStore(f"file://{tmp_path}/a"), make_frames(13, 2, 1000)
+    store.put(frames, deadline=soon())
+
+    def child() -> None:
+        own = ObjectStore(f"file://{tmp_path}/b")
+        for call in [*calls_of(store, 3600).values(), *calls_of(own, 3600).values()]:
+            with pytest.raises(StoreUnavailable, match="forked"):
+                call()
+        own.close()
+        store.close()
+
+    assert in_child(child) == 0
+    assert read(store, frames) == whole(frames)
+    store.close()
 
 
 def test_no_server_listens():
