@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -785,6 +786,29 @@ def test_a_service_that_is_gone_and_comes_back(tmp_path: Path):
     finally:
         store.close()
         server.kill()
+
+
+def test_records_of_blocks_stay_young(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A record that says what blocks are is written again while blocks are, also by another store of the process, so that rules
+    by age do not remove it before them. A deleted one stays deleted, others are left alone."""
+    keys = ["namespaces/a/b", "layouts/c", "namespaces/gone", "usage/d"]
+    first = ObjectStore(f"file://{tmp_path}")
+    for key in keys:
+        first.put_record(key, b"{}", deadline=soon())
+    first.close()
+    store = ObjectStore(f"file://{tmp_path}")
+    store.delete_record("namespaces/gone", deadline=soon())
+    for path in (tmp_path / "records").iterdir():
+        os.utime(path, (1, 1))
+    store.put(make_frames(14, 1, 1000), deadline=soon())
+    ages = {path.name: path.stat().st_mtime for path in (tmp_path / "records").iterdir()}
+    assert set(ages.values()) == {1.0}  # it is not yet time
+    monkeypatch.setattr("foreword.store.object.object_store._RENEWED", -1.0)
+    store.put(make_frames(15, 1, 1000), deadline=soon())
+    young = {path.name for path in (tmp_path / "records").iterdir() if path.stat().st_mtime > 1.0}
+    assert young == {"namespaces!a!b.record", "layouts!c.record"}
+    assert sorted(store.records("", deadline=soon())) == sorted({*keys} - {"namespaces/gone"})
+    store.close()
 
 
 def test_a_forked_child(tmp_path: Path):
