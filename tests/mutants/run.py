@@ -43,12 +43,12 @@ class Copy:
         self._folder = folder
         self._timeout = timeout
         self._passes: dict[tuple[str, ...], bool] = {}
-        for name in ("foreword", "tests", "docs", "pyproject.toml"):
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, folder / name)
+        # All that git knows, or would: a test may read any of it, and a part that is missing fails tests without a mutant.
+        listed = subprocess.check_output(("git", "ls-files", "-z", "-co", "--exclude-standard"), cwd=ROOT, text=True)
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, folder / name)
 
     def caught(self, mutant: Mutant) -> str:
         """How a mutant ended: "caught", or why not."""

@@ -6,7 +6,8 @@ import ast
 from pathlib import Path
 
 import pytest
-from mutants import MUTANTS, Mutant
+from mutants import FRAME, KEYS, MUTANTS, RECORDS, RESUME, Mutant
+from run import Copy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -22,3 +23,10 @@ def test_every_mutant_applies(mutant: Mutant) -> None:
 def test_mutants_have_names_of_their_own() -> None:
     """`make mutants` reports each by its name."""
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tests", [FRAME, KEYS, RECORDS, RESUME], ids=lambda tests: Path(tests[0]).stem)
+def test_a_mutant_is_caught_in_the_copy(tests: tuple[str, ...], tmp_path: Path) -> None:
+    """`make mutants` catches the first mutant of these tests, which so pass in the copy without it."""
+    assert Copy(tmp_path, 600).caught(next(one for one in MUTANTS if one.tests == tests)) == "caught"
