@@ -361,7 +361,7 @@ class _Moves(transformers.StoppingCriteria):
 
 @pytest.mark.parametrize("after", [1, 20])
 def test_weights_that_change_during_an_answer(after: int) -> None:
-    """Of an answer during which the weights changed nothing is saved: neither the weights before nor those after find KV that
+    """Nothing is saved of an answer during which the weights changed: neither the weights before nor those after find KV that
     both have computed. Without a change the answer is found."""
     model, prompt = make("llama"), ids(40)
     before, memory = copy.deepcopy(model.state_dict()), open_store([MEMORY])
