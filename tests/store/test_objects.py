@@ -790,7 +790,7 @@ def test_a_service_that_is_gone_and_comes_back(tmp_path: Path):
 
 def test_records_of_blocks_stay_young(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A record that says what blocks are is written again while blocks are, also by another store of the process, so that rules
-    by age do not remove it before them. A deleted one stays deleted, others are left alone."""
+    by age do not remove it before them. A deleted one stays deleted, others are not written."""
     keys = ["namespaces/a/b", "layouts/c", "namespaces/gone", "usage/d"]
     first = ObjectStore(f"file://{tmp_path}")
     for key in keys:
