@@ -191,7 +191,7 @@ def _tiers(disk: Path) -> list[str]:
 
 def shared_memory() -> set[str]:
     """Segments of this machine's shared memory that a transfer made."""
-    return {one.name for one in Path("/dev/shm").glob("foreword*")}
+    return {one.name for one in Path("/dev/shm").glob("foreword-" + 32 * "[0-9a-f]")}
 
 
 def levels(pid: int) -> dict[str, int]:

@@ -387,6 +387,7 @@ async def campaign(seconds: float, seed: int, only: int | None, report: Path | N
         fleet.close()
         if left := {name for name in segments if name in shared_memory()}:
             results[-1].leaks.append(f"shared memory: {sorted(left)}")
+            print(f"  leaks: {results[-1].leaks[-1]}", flush=True)
     finally:
         if report:
             report.with_suffix(".logs").write_text(fleet.logs())
