@@ -11,7 +11,7 @@ from typing import IO, Annotated
 
 import msgspec
 
-from foreword.line_file import LineFile
+from foreword.line_file import LineFile, open_for_group
 from foreword.usage import TokenUsage
 
 
@@ -62,6 +62,6 @@ class UsageLedger(LineFile[RequestUsage]):
                 return file
         except FileNotFoundError:
             pass
-        fresh = self.path.open("ab", buffering=0)
+        fresh = open(self.path, "ab", buffering=0, opener=open_for_group)  # noqa: SIM115 - the thread closes it
         file.close()
         return fresh

@@ -23,6 +23,11 @@ _FLUSH_SECONDS: Final = 0.5
 _CLOSE_SECONDS: Final = 5.0
 
 
+def open_for_group(path: str, flags: int) -> int:
+    """Opens a file that not every user of the machine can read, if it is new: it names tenants, or has what they asked."""
+    return os.open(path, flags, 0o640)
+
+
 class LineFile(Generic[T]):
     """Writes items on its own thread, until `close`. Lines are in the file within a second.
 
@@ -41,7 +46,7 @@ class LineFile(Generic[T]):
         self.path, self.written, self.dropped = path, 0, 0
         self._what, self._bytes_left, self._reported = what, max_bytes, False
         try:
-            file = path.open(f"{mode}+b", buffering=0)
+            file = open(path, f"{mode}+b", buffering=0, opener=open_for_group)  # noqa: SIM115 - the thread closes it
             self._torn = (size := os.fstat(file.fileno()).st_size) > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
         except FileExistsError:
             raise ConfigError(f"the {what} {path} exists already; name a new file") from None

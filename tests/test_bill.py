@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import random
 import re
+import stat
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
@@ -152,9 +154,12 @@ def test_prices_that_are_none(tmp_path: Path, prices: str) -> None:
         )
 
 
-def test_a_ledger_that_is_moved_away(tmp_path: Path) -> None:
-    """Lines after the file was moved, as log rotation does, are in a new file; no line is lost."""
+def test_a_ledger_that_is_moved_away(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Lines after the file was moved, as log rotation does, are in a new file; no line is lost. Each file is for its user and
+    group alone, whatever the process gives other files."""
     path, moved = tmp_path / "usage.jsonl", tmp_path / "usage.1"
+    usual = os.umask(0)
+    request.addfinalizer(lambda: os.umask(usual))
     ledger = UsageLedger(path)
     ledger.note("first", "", "r", 200, 0.1, TokenUsage(1))
     while not path.read_bytes():
@@ -164,6 +169,7 @@ def test_a_ledger_that_is_moved_away(tmp_path: Path) -> None:
     ledger.close()
     ids = [[json.loads(line)["id"] for line in one.read_text().splitlines()] for one in (moved, path)]
     assert ids == [["first"], ["second"]]
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (moved, path)] == [0o640, 0o640]
 
 
 def test_a_ledger_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> None:

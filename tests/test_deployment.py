@@ -170,6 +170,7 @@ CANNOT_RUN = [
     (routers(pod={"terminationGracePeriodSeconds": 5}), "terminationGracePeriodSeconds"),
     ({"servers": {"router": {"kind": "vllm", "image": "x"}}}, "router"),
     ({**PLAIN, "picker": {"enabled": True, "objectives": ["llama"]}}, "objectives"),
+    ({**PLAIN, "picker": {"enabled": True, "objectives": ["llm/a", "batch=-1", "batch=2"]}}, "has batch twice"),
     # The chart's flags would replace it.
     (
         {

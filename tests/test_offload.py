@@ -36,6 +36,8 @@ from foreword.offload.slot_reads import read_into
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
 from foreword.offload.writer import WriteBatch, WriteBehind
+from foreword.store import background
+from foreword.store.background import PagePopulator
 from foreword.store.base import Loan, Name, Store
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, UnreadBlock, seal
 from foreword.store.memory import memory_store
@@ -272,6 +274,31 @@ def test_a_bad_block_is_not_kept_by_the_faster_tier(made: Callable[..., Device],
     assert fast.present(device.names(0, 8), deadline=soon()) == [number != 5 for number in range(8)]
 
 
+def test_the_first_loads_wait_for_no_page(made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine starts, and loads what a slower tier has, while no page of its memory tier is populated: the blocks go through
+    the staging arena, and are written to the tier behind the load."""
+    gate, reserved = threading.Event(), list[int]()
+
+    def wait(self: PagePopulator, *given: Any) -> None:
+        gate.wait(PATIENCE)
+
+    monkeypatch.setattr(PagePopulator, "_run", wait)
+    monkeypatch.setattr(background, "_FIRST_BYTES", 0)
+    slow, fast = filled(0, 8), MemoryStore(1 << 20)
+    device, reserve = made(fast, slow), fast.reserve
+
+    def counted(headers: Any, **more: Any) -> Any:
+        found = reserve(headers, **more)
+        reserved.append(len(found.slots))
+        return found
+
+    monkeypatch.setattr(fast, "reserve", counted)
+    assert device.load(0, 0, 8).loaded == 8 and torch.equal(device.blocks[:8], device.computed[:8])
+    assert reserved and not any(reserved)
+    assert device.offload.flush(PATIENCE) and fast.lookup(device.names(0, 8), deadline=soon()) == 8
+    gate.set()
+
+
 def test_slots_are_reserved_for_two_groups_at_once(
     made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,8 +434,8 @@ def test_a_large_read_that_hangs_takes_few_slots(slots: int, longer: int, taken:
 
 def test_slots_that_became_longer_between_two_reads() -> None:
     """A read has at most a quarter of a faster tier's memory, also after a write of longer blocks has made its slots longer
-    since the read before, and it gives back what it has counted."""
-    few, many, large = make_frames(16, 4, 16 << 10), make_frames(17, 200, 16 << 10), make_frames(18, 2, 512 << 10)
+    since the read before. It evicts nothing for slots that it may not have, and it gives back what it has counted."""
+    few, many, large = make_frames(16, 4, 16 << 10), make_frames(17, 200, 16 << 10), make_frames(18, 20, 512 << 10)
     fast, slow = MemoryStore(16 << 20), MemoryStore(64 << 20, label="slow")
     put_all(slow, [*few, *many])
     with contextlib.closing(TieredStore([fast, slow])) as store:
@@ -421,8 +448,9 @@ def test_slots_that_became_longer_between_two_reads() -> None:
             return len(one.reserved.slots) * one.reserved.stride, counted
 
         taken(few)
-        assert put_all(fast, large) == 2
+        assert put_all(fast, large) == 20
         held, counted = taken(many)
+        assert fast.lookup(names_of(large), deadline=soon()) == 20
         assert 0 < held <= counted <= 4 << 20 and store.tiers[0].filling.bytes == 0
         assert fast.lookup(names_of(many), deadline=soon()) == held // fast.status().notes["slot_bytes"]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foreword.children import ended_by_signals
 from foreword.cli.commands import check_file, described
 from foreword.config import check_folder
 from foreword.errors import ConfigError
@@ -100,7 +101,7 @@ def conform(
     from foreword.referee.models import KINDS
     from foreword.referee.session import Target, check_modules
 
-    with tempfile.TemporaryDirectory(prefix="foreword-conform-kv-") as made:
+    with ended_by_signals(), tempfile.TemporaryDirectory(prefix="foreword-conform-kv-") as made:
         if engine or transfer is None:
             folder = folder or Path(made) / "kv"
         chosen = _transfer(transfer, folder, engine)

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from foreword import children
 from foreword.api.dialects.choice_reader import ChoiceReader
 from foreword.cli.commands import described
 from foreword.errors import ForewordError
@@ -115,7 +116,7 @@ def server(environment: Mapping[str, str]) -> Iterator[str]:
     env = {**os.environ, "FOREWORD_ENGINE_DTYPE": "float32", "FOREWORD_SERVER_LOG_LEVEL": "warning", **environment}
     command = [sys.executable, "-m", "foreword", "serve", "--port", str(port)]
     with tempfile.TemporaryFile() as printed:
-        process = subprocess.Popen(command, env=env, stdout=printed, stderr=subprocess.STDOUT)
+        process = children.start(command, env=env, stdout=printed, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_ready(url, process)
@@ -256,7 +257,8 @@ def register(app: typer.Typer) -> None:
         from rich.table import Table
 
         console = Console(width=110 if not sys.stdout.isatty() else None)
-        passes = run_demo(console.print, max_tokens)
+        with children.ended_by_signals():
+            passes = run_demo(console.print, max_tokens)
         table = Table(*HEAD, title="The same conversations, three times", title_justify="left")
         for column in table.columns[1:]:
             column.justify = "right"

@@ -103,7 +103,6 @@ class DeviceChecksums:
 
 def heads(names: Sequence[bytes]) -> Tensor:
     """How the headers of raw frames with these names begin, one after the other, on the host."""
-    wrong = next((name for name in names if len(name) != NAME_BYTES), None)
-    if wrong is not None:
-        raise ValueError(f"a name has {NAME_BYTES} bytes, not {len(wrong)}")
+    if wrong := {*map(len, names)} - {NAME_BYTES}:
+        raise ValueError(f"a name has {NAME_BYTES} bytes, not {wrong.pop()}")
     return torch.from_numpy(np.frombuffer(bytearray(_HEAD.join([b"", *names])), np.uint8))

@@ -65,7 +65,7 @@ SMALLEST_PAYLOAD: Final = 16 << 10  # bytes; shorter frames are faster through t
 _CALL_SECONDS: Final = 5.0
 # Lent together to a load: 1 GiB of KV, with headers. Other blocks may be evicted meanwhile.
 _LENT_BYTES: Final = 1040 << 20
-_PIECES_AT_ONCE: Final = 4  # of a load, through one piece of the ring, that are waited for and counted together
+_PIECES_AT_ONCE: Final = 8  # of a load, through one piece of the ring, that are waited for and counted together
 _TESTED: Final = 3  # frames of each group in the test at the start
 _CLOSE_SECONDS: Final = 5.0
 _ROOM_PAUSE: Final = 0.02  # seconds between two looks whether a further tier has given slots back
@@ -484,8 +484,7 @@ class DirectTier(DirectCopies):
         return self.ring.free
 
     def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[_TierLoad, None, None]:
-        with self.tier.lend_unverified([], time.monotonic() + _CALL_SECONDS) as loan:
-            stride = max(HEADER_BYTES + max(self.ring.block_bytes), loan.stride)
+        stride = max(HEADER_BYTES + max(self.ring.block_bytes), self.tier.store.slot_bytes)
         if stride > self.ring.piece_bytes:
             return
         count = self._share.take(count, stride, self.ring.piece_bytes // stride)
@@ -520,7 +519,7 @@ class DirectTier(DirectCopies):
         with contextlib.ExitStack() as stack:
             stack.callback(give)
             loan = stack.enter_context(self.tier.lend_unverified(names, time.monotonic() + _CALL_SECONDS))
-            sizes = [len(data) for data in loan.frames]
+            sizes = [*map(len, loan.frames)]
             count = self._usable(loan, sizes, groups)
             if not count:
                 return None

@@ -79,7 +79,7 @@ class SlotRead:
         """For how many of the first blocks, given the name of one and the bytes of their payloads, slots may be read into, and
         count these; 0 if too many are read into already, or one of the reads is late."""
         filling, share = self.tier.filling, int(_SHARE * len(self.tier.store.memory or b""))
-        slot, frame = filling.slot, HEADER_BYTES + max(sizes)
+        slot, frame = self.tier.store.slot_bytes, HEADER_BYTES + max(sizes)
         if slot < frame:
             with self.tier.lend_unverified([], deadline) as loan:
                 slot = loan.stride
@@ -127,8 +127,7 @@ def read_into(
         last[layout] = name
     fields = zip(names[:most], parents, sizes, repeat(0), strict=False)
     read.reserved = faster.reserve([*map(UnreadBlock._make, fields)], deadline, unread=True)
-    faster.filling.slot = read.reserved.stride
-    if read.reserved.stride > read.slot:  # a write has made slots longer since the last read: fewer are the share
+    if read.reserved.stride > read.slot:  # a write has just made slots longer: fewer are the share
         read.end(lambda *_: False)
         return read_into(store, tier, names, sizes, deadline=deadline, before=before)
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))

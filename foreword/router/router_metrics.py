@@ -29,6 +29,7 @@ class RouterMetrics(FrontRegistry):
             "continuations", "Streams that broke after their first token: continued, or impossible.", "outcome"
         )
         self._migrated = counter("moved", "Streams that migrated to another server and were followed.")
+        self._unwatched = counter("watch_failures", "Failed attempts to learn replicas or objectives.", "watched")
         self._rejected = counter("rejected", "Requests rejected by the router.", "tenant", "code")
         self._tokens = counter("prompt_tokens", "Prompt tokens placed, by the source of their token ids.", "source")
         self._placed = counter("placed_prompts", "Prompts placed, by the source of their token ids.", "source")
@@ -72,6 +73,9 @@ class RouterMetrics(FrontRegistry):
 
     def migrated(self) -> None:
         self._migrated.inc()
+
+    def watch_failed(self, watched: str) -> None:
+        self.child(self._unwatched, watched).inc()
 
     def rejected(self, tenant: str, code: str) -> None:
         self.child(self._rejected, tenant, code).inc()

@@ -153,6 +153,6 @@ class ServiceWatch:
         """The pods as of the last change, by the URLs of their replicas."""
         return self._service.pods(self._watch.objects)
 
-    async def run(self) -> None:
-        """Watch until cancelled."""
-        await self._watch.run()
+    async def run(self, failed: Callable[[str], object]) -> None:
+        """See `ObjectWatch.run`."""
+        await self._watch.run(failed)

@@ -154,7 +154,7 @@ class ObjectsOf:
 class ObjectWatch(Generic[Kind]):
     """Keeps objects of the API by name; calls `changed` with all of them after every change.
 
-    A failure is logged once, until another one takes its place or the watch goes on.
+    A failure is logged once, until another one takes its place or a watch has begun. `run` counts every one.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class ObjectWatch(Generic[Kind]):
         # The present failure, without details that differ each time; None before the first answer, empty if all works.
         self._problem: str | None = None
 
-    async def run(self) -> None:
-        """Watch until cancelled."""
+    async def run(self, failed: Callable[[str], object]) -> None:
+        """Watch until cancelled. `failed` is called with what is watched for every list and every watch that fails."""
         pause = _MIN_PAUSE
         while True:
             try:
@@ -175,7 +175,6 @@ class ObjectWatch(Generic[Kind]):
                     if not self._version:
                         await self._list(session)
                     await self._watch(session)
-                self._works()
                 pause = _MIN_PAUSE
                 # A server that ends watches at once is not asked in a loop.
                 await asyncio.sleep(_MIN_PAUSE)
@@ -191,15 +190,14 @@ class ObjectWatch(Generic[Kind]):
                     self.objects = {}
                     self._changed(self.objects)
                 await asyncio.sleep(_MAX_PAUSE * random.uniform(0.5, 1.0))
-            except CONNECTION_ERRORS as error:
-                pause = await self._failed(type(error).__name__, str(error), pause)
-            except ApiError as error:
-                self._version = ""
-                pause = await self._failed(error.problem, error.detail, pause)
-            except (ForewordError, msgspec.DecodeError, ValueError, RecursionError) as error:
-                # An answer that is no JSON, no text or nested too deeply, and a token that is half-written.
-                self._version = ""
-                pause = await self._failed(type(error).__name__, str(error), pause)
+            except (*CONNECTION_ERRORS, ForewordError, msgspec.DecodeError, ValueError, RecursionError) as error:
+                # The last three: an answer that is no JSON, no text or nested too deeply, and a token that is half-written.
+                if not isinstance(error, CONNECTION_ERRORS):
+                    self._version = ""
+                failed(self._what.purpose)
+                self._log_failure(error)
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, _MAX_PAUSE)
 
     def _works(self) -> None:
         if self._problem:
@@ -216,14 +214,15 @@ class ObjectWatch(Generic[Kind]):
                 *(what.purpose, what.resource, what.group, what.namespace),
             )
 
-    async def _failed(self, problem: str, detail: str, pause: float) -> float:
-        """Wait. Returns the pause after the next failure."""
+    def _log_failure(self, error: Exception) -> None:
+        if isinstance(error, ApiError):
+            problem, detail = error.problem, error.detail
+        else:
+            problem, detail = type(error).__name__, str(error)
         if problem != self._problem:
             self._problem = problem
             text = ": ".join(filter(None, (problem, detail)))
             logger.warning("Kubernetes: cannot watch the %s; they are unchanged: %s", self._what.purpose, text)
-        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-        return min(pause * 2, _MAX_PAUSE)
 
     async def _list(self, session: aiohttp.ClientSession) -> None:
         objects: dict[str, Kind] = {}
@@ -251,6 +250,8 @@ class ObjectWatch(Generic[Kind]):
         query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         query["resourceVersion"] = self._version
         async with self._get(session, query, seconds + _CALL_SECONDS) as response:
+            # Not the first event: where nothing changes, none comes.
+            self._works()
             line = bytearray()
             async for piece in response.content.iter_any():
                 for part in piece.splitlines(keepends=True):
@@ -259,7 +260,6 @@ class ObjectWatch(Generic[Kind]):
                         raise ApiError("an event has no end")
                     if line.endswith(b"\n"):
                         self._apply(decode_json(line, _Event))
-                        self._works()
                         line.clear()
 
     def _apply(self, event: _Event) -> None:

@@ -91,5 +91,8 @@ async def watch_service(router: Router, text: str, changed: Callable[[str, Mappi
         pool = router.pool_of(router.upstreams[url]) if url in router.upstreams else None
         return pool.fleet.directory.blocks(url) if pool is not None else 0
 
-    work = [watch.run(), *([PodCosts(api, watch.pods, blocks).run()] if config.pod_deletion_cost else [])]
+    work = [
+        watch.run(router.metrics.watch_failed),
+        *([PodCosts(api, watch.pods, blocks).run()] if config.pod_deletion_cost else []),
+    ]
     await asyncio.gather(*work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,9 +38,9 @@ def watch_sources(router: Router, apply: ApplyReplicas) -> Iterator[Coroutine[An
     """See `RouterExtras.watch_sources`."""
     config = router.config
     if config.replica_file is not None:
-        yield _watch_file(Path(config.replica_file), apply)
+        yield _watch_file(Path(config.replica_file), apply, router.metrics.watch_failed)
     for url in config.replica_dns:
-        yield _watch_dns(url, apply)
+        yield _watch_dns(url, apply, router.metrics.watch_failed)
     for text in config.replica_services:
         yield _watch_service(router, text, apply)
 
@@ -52,7 +52,7 @@ def read_file(path: Path) -> list[ReplicaSpec]:
     return [parse_spec(line) for line in without_comments if line]
 
 
-async def _watch_file(path: Path, apply: ApplyReplicas) -> None:
+async def _watch_file(path: Path, apply: ApplyReplicas, failed: Callable[[str], object]) -> None:
     applied: tuple[int, int, int] | None = None
     while True:
         try:
@@ -64,11 +64,12 @@ async def _watch_file(path: Path, apply: ApplyReplicas) -> None:
         except (OSError, ConfigError) as error:
             # A broken or half-written file changes nothing.
             logger.warning("the list of replicas is unchanged: %s", error)
+            failed("replica file")
             await asyncio.sleep(_FILE_SECONDS * 4)
         await asyncio.sleep(_FILE_SECONDS)
 
 
-async def _watch_dns(url: str, apply: ApplyReplicas) -> None:
+async def _watch_dns(url: str, apply: ApplyReplicas, failed: Callable[[str], object]) -> None:
     host, port = _dns_parts(url)
     while True:
         try:
@@ -79,6 +80,7 @@ async def _watch_dns(url: str, apply: ApplyReplicas) -> None:
         except OSError as error:
             # A failing name server says nothing about the replicas.
             logger.warning("cannot resolve %s; the list of replicas is unchanged: %s", host, error)
+            failed(f"addresses of {host}")
         await asyncio.sleep(_DNS_SECONDS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
+from foreword.children import end_with_parent
 from foreword.errors import ConfigError
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.plan import SimulationCase
@@ -183,6 +185,7 @@ _shared_trace: Sequence[TraceRequest] = ()
 def _share_trace(trace: Sequence[TraceRequest]) -> None:
     global _shared_trace
     _shared_trace = trace
+    end_with_parent()
 
 
 def _simulate_shared(spec: FleetSpec, policy: str, costs: EngineCosts) -> Summary:
@@ -195,7 +198,14 @@ def _executor(jobs: int, trace: Sequence[TraceRequest]) -> Iterator[Executor | N
         yield None
         return
     with ProcessPoolExecutor(jobs, initializer=_share_trace, initargs=(trace,)) as executor:
-        yield executor
+        try:
+            yield executor
+        except BaseException:
+            # Leaving would wait until all that was submitted is simulated.
+            executor.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
 
 
 def sizes_table(

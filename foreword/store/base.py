@@ -174,7 +174,8 @@ class Store(Protocol):
         authenticates: whether `get` has verified a signature of each frame that `frame.check` does not refuse.
         refusal: why it takes no blocks now, or evicts although its budget is not used up: StoreFull, StoreReadOnly. None if
             it takes them, or does not know.
-        memory: where it lends and reserves slots, for as long as it is open; None: it does not.
+        memory: where it lends and reserves slots, for as long as it is open; None: it does not. `slot_bytes`: of a slot; 0: it
+            does not tell, or has none yet.
         on_evicted: if set, called with the name of each block that the store itself evicts to make room. It may be
             called under the store's lock, so it must be quick, and it must not raise.
     """
@@ -193,6 +194,10 @@ class Store(Protocol):
     @property
     def memory(self) -> memoryview | None:
         return None
+
+    @property
+    def slot_bytes(self) -> int:
+        return 0
 
     @property
     def pin_epoch(self) -> int:

@@ -52,7 +52,7 @@ class ChainLru:
 
     Attributes:
         evicted: name of the block that the last `allocate` evicted, None if it evicted none.
-        in_use: number of readers and writers of each slot at this moment. A slot in use is not evicted.
+        in_use: number of readers and writers of each slot at this moment. A slot in use is not evicted. `last_used`: a time.
     """
 
     __slots__ = (
@@ -64,12 +64,12 @@ class ChainLru:
         "_quota",
         "_tenant_of",
         "_tenants",
-        "_used",
         "clock",
         "depths",
         "evicted",
         "in_use",
         "index",
+        "last_used",
         "names",
         "parents",
         "pinned",
@@ -91,7 +91,7 @@ class ChainLru:
         self.depths = array("I", bytes(4 * slots))
         self.pinned = bytearray(slots)
         self.in_use = array("I", bytes(4 * slots))
-        self._used = array("Q", bytes(8 * slots))
+        self.last_used = array("Q", bytes(8 * slots))
         self._children = array("I", bytes(4 * slots))
         self._orphans: dict[Name, int] = {}  # number of children of each block that is not in the store
         self._queued = bytearray(slots)
@@ -133,7 +133,7 @@ class ChainLru:
         self.index[name] = slot
         self.names[slot] = name
         self.depths[slot] = depth
-        self._used[slot] = now
+        self.last_used[slot] = now
         self.pinned[slot] = 0
         self._children[slot] = self._orphans.pop(name, 0)
         key = self._tenant_of(name)
@@ -174,7 +174,7 @@ class ChainLru:
 
     def touch(self, slot: int, now: int) -> None:
         """Note a use."""
-        self._used[slot] = now
+        self.last_used[slot] = now
 
     def note_use(self, name: Name) -> None:
         """Note that the tenant of this block uses the store."""
@@ -207,7 +207,7 @@ class ChainLru:
         parent_slot = self.index.get(parent)
         if parent_slot is not None:
             self._children[parent_slot] -= 1
-            self._used[parent_slot] = max(self._used[parent_slot], self._used[slot])
+            self.last_used[parent_slot] = max(self.last_used[parent_slot], self.last_used[slot])
             self._enqueue(parent_slot)
         elif self._orphans[parent] == 1:
             del self._orphans[parent]
@@ -262,7 +262,7 @@ class ChainLru:
             if current != entry:
                 heapreplace(heap, current)
                 continue
-            if self._used[slot] >= before:
+            if self.last_used[slot] >= before:
                 break
             if not self.in_use[slot]:
                 found = entry
@@ -313,4 +313,4 @@ class ChainLru:
     def _heap_entry(self, slot: int) -> int:
         """The sort key of a leaf: last use, then the deepest first, then the slot, packed into one integer."""
         depth = _MAX_DEPTH - min(self.depths[slot], _MAX_DEPTH)
-        return ((self._used[slot] << _DEPTH_BITS) | depth) << _SLOT_BITS | slot
+        return ((self.last_used[slot] << _DEPTH_BITS) | depth) << _SLOT_BITS | slot

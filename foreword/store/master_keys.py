@@ -14,6 +14,7 @@ import re
 import select
 import shlex
 import signal
+import stat
 import subprocess
 import threading
 import time
@@ -127,11 +128,19 @@ class MasterKeys:
         if config.master_keys:
             return list(config.master_keys)
         if config.master_key_file is not None:
-            text = read_text(config.master_key_file, "encryption.master_key_file", "ascii")
+            text = _read_file(config.master_key_file)
         else:
             text = _output(shlex.split(config.master_key_command or ""))
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
         return [line for line in lines if line]
+
+
+def _read_file(path: str) -> str:
+    """The file with the keys. Raises ConfigError, also if every user of the machine can change it."""
+    text = read_text(path, "encryption.master_key_file", "ascii")
+    if os.path.isfile(path) and os.stat(path).st_mode & stat.S_IWOTH:
+        raise ConfigError(f"every user can change encryption.master_key_file {path}: chmod o-w {path}")
+    return text
 
 
 def _output(command: list[str]) -> str:

@@ -100,12 +100,10 @@ class TierCounters:
 
 @dataclass(slots=True)
 class Filling:
-    """Bytes of a tier's slots that are read into from slower tiers at this moment, and how many such reads are late. `slot`:
-    bytes of a slot, as the last of them saw it."""
+    """Bytes of a tier's slots that are read into from slower tiers at this moment, and how many such reads are late."""
 
     bytes: int = 0
     late: int = 0
-    slot: int = 0
 
 
 class Rate:

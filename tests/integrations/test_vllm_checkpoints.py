@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from vllm_process import RemoteVllm, answers, disk, needs_vllm, prompts, vllm
+from vllm_waits import WITHIN
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.referee.models import KINDS
@@ -25,7 +26,7 @@ def stored(folder: Path) -> Counter[str]:
     store = open_store([disk(folder)])
     try:
         kinds = {fingerprint: record.group.kind.value for fingerprint, record in layouts(store).items()}
-        scanned = store.scan(deadline=time.monotonic() + 120)
+        scanned = store.scan(deadline=time.monotonic() + WITHIN)
         return Counter(kinds[entry.name[:FINGERPRINT_BYTES]] for entry in scanned)
     finally:
         store.close()
@@ -129,9 +130,9 @@ def lose_all_but_full_attention(folder: Path) -> int:
     store = open_store([disk(folder)])
     try:
         whole = {fingerprint for fingerprint, record in layouts(store).items() if record.group.whole}
-        names = [entry.name for entry in store.scan(deadline=time.monotonic() + 120)]
+        names = [entry.name for entry in store.scan(deadline=time.monotonic() + WITHIN)]
         return store.delete(
-            [name for name in names if name[:FINGERPRINT_BYTES] not in whole], deadline=time.monotonic() + 120
+            [name for name in names if name[:FINGERPRINT_BYTES] not in whole], deadline=time.monotonic() + WITHIN
         )
     finally:
         store.close()

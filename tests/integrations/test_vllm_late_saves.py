@@ -14,6 +14,7 @@ import pytest
 import torch
 from example_counts import represented
 from vllm_stub import stubbed_vllm
+from vllm_waits import WITHIN
 
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import BlockUnits, LayerLayout, Layout, chain_prefix
@@ -31,7 +32,6 @@ ROOT = b"r" * 32
 SLOTS = 16  # of them 8 for saves
 LENGTHS = {"2x": 2 * SLOTS, "8x": 8 * SLOTS}
 BLOCKS = 160
-WITHIN = 60.0
 
 
 class Gated(FlakyStore):

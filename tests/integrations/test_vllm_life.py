@@ -14,6 +14,7 @@ import httpx
 import pytest
 from vllm_process import disk, needs_vllm, prompts, run
 from vllm_server import VllmServer, make_byte_model
+from vllm_waits import WITHIN
 
 from foreword.referee.models import KINDS
 
@@ -110,12 +111,12 @@ class Served:
             HOLD_LOADS=str(self._hold), VLLM_SERVER_DEV_MODE="1",
         )  # fmt: skip
         self._threads = ThreadPoolExecutor(2)
-        self.client = httpx.Client(base_url=self._server.url, timeout=120)
+        self.client = httpx.Client(base_url=self._server.url, timeout=WITHIN)
         self.wait(self._server.healthy)
 
     @staticmethod
     def wait(happened: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + WITHIN
         while not happened():
             assert time.monotonic() < deadline, "it did not happen in time"
             time.sleep(0.05)

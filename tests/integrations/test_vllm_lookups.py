@@ -19,10 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers import RedisServer
 from vllm_process import CHECKOUT, HERE, needs_vllm
 from vllm_server import BLOCK, VllmServer, make_byte_model
+from vllm_waits import WITHIN
 
 pytestmark = needs_vllm
-
-WITHIN = 120.0
 
 
 class Operated:

@@ -464,6 +464,31 @@ def test_tables_are_full(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyP
     served(vllm, check)
 
 
+class Lazy(dict[str, Any]):
+    """A table that loads what it is asked for, as Transformers has: here it cannot."""
+
+    def _load(self, *_: Any) -> Any:
+        raise ValueError("not there")
+
+    __len__ = __iter__ = __getitem__ = values = items = keys = __class__ = property(_load)  # type: ignore[assignment]
+
+
+class Owner:
+    """Has such a table, and its own."""
+
+    def __init__(self) -> None:
+        self.lazy, self.table = Lazy(one=[1, 2]), {"a": [3]}
+
+
+def test_a_count_runs_no_code_of_others() -> None:
+    """Tables of libraries that other tests have imported do not end a count of what this process keeps: they are counted."""
+    owner = Owner()
+    label = f"{Owner.__module__}.{Owner.__qualname__}"
+    counted = {name.removeprefix(f"{label}."): count for name, count in entries()[0].items() if name.startswith(label)}
+    assert counted == {"lazy": 1, "lazy[]": 2, "table": 1, "table[]": 1}
+    del owner
+
+
 def test_sessions_of_many_salts(vllm: Callable[[str], Any]) -> None:
     """Clients may open sessions under as many salts as they like; the connector remembers the newest."""
     sessions = importlib.import_module("foreword.blocks.session_book").SessionBook(most_of_all=50)

@@ -22,6 +22,7 @@ import torch
 import transformers
 from vllm_process import needs_vllm
 from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
+from vllm_waits import WITHIN
 
 from foreword.blocks.salt import Salt
 from foreword.prefixes.book import NamedPrefix
@@ -40,7 +41,7 @@ class Server(VllmServer):
     def ask(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> httpx.Response:
         given = key or self.key
         headers = {"authorization": f"Bearer {given}"} if given else {}
-        return httpx.request(method, self.url + path, json=body, headers=headers, timeout=180)
+        return httpx.request(method, self.url + path, json=body, headers=headers, timeout=WITHIN)
 
     def complete(self, prompt: Any, **more: Any) -> dict[str, Any]:
         """Greedy; `tokens`: of the answer, `cached`: how many of the prompt's were."""
@@ -84,7 +85,7 @@ class Pair:
         """Number of blocks in the store."""
         store = open_store([self.store])
         try:
-            return sum(entry.pinned or not pinned for entry in store.scan(deadline=time.monotonic() + 120))
+            return sum(entry.pinned or not pinned for entry in store.scan(deadline=time.monotonic() + WITHIN))
         finally:
             store.close()
 
@@ -100,7 +101,7 @@ class Pair:
         return found
 
 
-def wait_for(happened: Callable[[], bool], within: float = 120) -> None:
+def wait_for(happened: Callable[[], bool], within: float = WITHIN) -> None:
     deadline = time.monotonic() + within
     while not happened():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -151,7 +152,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "foreword", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=WITHIN, check=False)
 
 
 def text(seed: int, length: int) -> str:
@@ -262,7 +263,7 @@ def test_every_dialect_names_its_session(pair: Pair) -> None:
     ]
     for path, body, headers in asked:
         tell(pair.first, "open", "talk")
-        sent = httpx.post(pair.first.url + path, json={"model": "tiny", **body}, headers=headers, timeout=180)
+        sent = httpx.post(pair.first.url + path, json={"model": "tiny", **body}, headers=headers, timeout=WITHIN)
         assert sent.status_code == 200, sent.text
         [one] = pair.first.ask("GET", "/v1/sessions").json()["data"]
         assert (one["id"], one["requests"]) == ("talk", 1) and one["blocks"] >= 200 // BLOCK, path
@@ -295,7 +296,7 @@ def routed(server: Server, folder: Path) -> Iterator[str]:
 
     def serves() -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{url}/ready", timeout=60).status_code == 200
+            return httpx.get(f"{url}/ready", timeout=WITHIN).status_code == 200
         return False
 
     try:
@@ -313,7 +314,7 @@ def test_sessions_through_a_router(pair: Pair, tmp_path: Path) -> None:
 
         def ask(method: str, path: str, tenant: str, body: Any = None, **headers: str) -> httpx.Response:
             given = {"authorization": f"Bearer {tenant}-has-this-key", **headers}
-            return httpx.request(method, url + path, json=body, headers=given, timeout=180)
+            return httpx.request(method, url + path, json=body, headers=given, timeout=WITHIN)
 
         def cached(tenant: str) -> int:
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
@@ -450,7 +451,7 @@ def test_public_prefixes(pair: Pair) -> None:
     shared, fresh = 330 // BLOCK * BLOCK, (Salt(f"tenant {number}".encode()).text for number in itertools.count())
     body = {"name": "house", "content": content}
     far = {"authorization": f"Bearer {KEY}", "x-forwarded-for": "192.0.2.1"}
-    assert httpx.post(pair.second.url + path, json=body, headers=far, timeout=180).status_code == 403
+    assert httpx.post(pair.second.url + path, json=body, headers=far, timeout=WITHIN).status_code == 403
     made = pair.second.ask("POST", path, body)
     assert made.status_code == 201 and made.json()["bytes"] == shared * 3 * 2 * 2 * 32 * 4
     assert pair.second.ask("GET", "/v1/prefixes/house").json()["version"] == 1
@@ -480,8 +481,8 @@ def test_a_restarted_server_is_warm(pair: Pair) -> None:
     answer = pair.second.complete(prompt)["tokens"]
     pair.second.stop()
     with contextlib.closing(open_store([pair.store])) as store:
-        mine = [e.name for e in store.scan(deadline=time.monotonic() + 120) if e.pinned and e.depth >= 5]
-        assert store.delete(mine, deadline=time.monotonic() + 120) == 300 // BLOCK - 5
+        mine = [e.name for e in store.scan(deadline=time.monotonic() + WITHIN) if e.pinned and e.depth >= 5]
+        assert store.delete(mine, deadline=time.monotonic() + WITHIN) == 300 // BLOCK - 5
     left = pair.blocks(pinned=True)
     pair.second = ready(start(pair.model, pair.folder, 1, KEY, forked=False))
     again = pair.second.complete(prompt)

@@ -16,13 +16,13 @@ import torch
 from vllm_process import BLOCK as VLLM_BLOCK
 from vllm_process import RemoteVllm, make_model, needs_vllm, prompts
 from vllm_stub import stubbed_vllm
+from vllm_waits import WITHIN
 
 from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, whole_blocks
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.offload.staging import StagingArena
 
 BLOCKS, BLOCK, HEADS, DIM = 12, 4, 2, 8
-WITHIN = 60.0
 LOST = 0xEE
 ROOT = b"r" * 32
 KEYS = tuple(bytes([number]) * 32 for number in range(4))

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from vllm_process import needs_vllm
 from vllm_server import VllmServer, make_byte_model
+from vllm_waits import WITHIN
 
 from foreword.blocks.salt import Salt
 
@@ -57,7 +58,7 @@ def test_sums_are_those_of_vllms_counters(tmp_path: Path) -> None:
         while not server.healthy():
             time.sleep(0.1)
         asked, left = Counter[str](), 0
-        with httpx.Client(base_url=server.url, timeout=300) as client:
+        with httpx.Client(base_url=server.url, timeout=WITHIN) as client:
             for number in range(REQUESTS):
                 salt = TENANTS[number % len(TENANTS)]
                 body = {
@@ -75,7 +76,7 @@ def test_sums_are_those_of_vllms_counters(tmp_path: Path) -> None:
                     body |= {"max_tokens": chance.randint(1, 12), "n": several, "temperature": 1.0, "seed": number}
                     assert client.post("/v1/completions", json=body).status_code == 200
                     asked[salt or ""] += several
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + WITHIN
             while len(lines := [json.loads(one) for one in (tmp_path / "usage.jsonl").open()]) < sum(asked.values()):
                 assert time.monotonic() < deadline, lines
                 time.sleep(0.1)

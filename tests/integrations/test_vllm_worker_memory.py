@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from servers import wait_until
 from vllm_stub import stubbed_vllm
+from vllm_waits import WITHIN
 
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
@@ -28,7 +29,6 @@ LAYOUTS = [Layout(bytes([rank]) * 32, 16, (LayerLayout(1, 8, 8),), "float32") fo
 GROUP = StoredGroup(KVGroup(GroupKind.FULL, 16), tuple(layout.fingerprint for layout in LAYOUTS))
 ROOT = b"r" * 32
 BLOCKS, CHAINS = 4, 40
-WITHIN = 60.0
 
 
 def keys_of(chain: int) -> list[bytes]:

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm_waits import WITHIN as WITHIN
+
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_NO_USAGE_STATS="1",
@@ -22,8 +24,6 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 _MODULES = {"PatientConnector": "vllm_patient", "DirectConnector": "vllm_direct"}
-# Seconds for anything to come about on a machine that is busy with other things.
-WITHIN = 120.0
 
 
 def make_llm(job: dict[str, Any]) -> Any:

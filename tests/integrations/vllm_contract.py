@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import store_bridge
 import vllm_process
+from vllm_waits import WITHIN
 
 from foreword.conformance.engine_contract import EngineContract, EngineRun, Start
 from foreword.referee.process import Forked
@@ -34,7 +35,7 @@ ENGINES = {
 def _end(process: Forked) -> None:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         process.kill()
-        process.wait(60)
+        process.wait(WITHIN)
 
 
 class Server:

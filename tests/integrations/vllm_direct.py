@@ -13,12 +13,11 @@ from collections.abc import Callable, Hashable
 from functools import partial
 
 from vllm_patient import PatientConnector
+from vllm_waits import WITHIN
 
 from foreword.integrations.vllm import worker_side
 from foreword.offload.device import Event, Stream
 from foreword.offload.staging import StagingArena
-
-_WITHIN = 120.0  # seconds
 
 
 class HostEvent:
@@ -31,7 +30,7 @@ class HostEvent:
         self._reached.set()
 
     def synchronize(self) -> None:
-        assert self._reached.wait(_WITHIN), "a stream does not get there"
+        assert self._reached.wait(WITHIN), "a stream does not get there"
 
 
 class HostDevice:
@@ -73,7 +72,7 @@ class HostDevice:
             self._queue(stream).put(event.synchronize)
 
     def _do(self, work: Callable[[], object]) -> None:
-        assert self.open.wait(_WITHIN), "the streams stay stopped"
+        assert self.open.wait(WITHIN), "the streams stay stopped"
         with self._busy:
             work()
 

@@ -18,6 +18,7 @@ from typing import IO, Any
 import pytest
 import torch
 import transformers
+from vllm_waits import WITHIN
 
 from foreword.referee.process import VLLM_MODULES, VLLM_VARIABLES, Forked, Forks
 
@@ -31,7 +32,6 @@ _SERVE = ("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.entry
 _forks = Forks(PYTHON, _ENVIRONMENT, (*VLLM_MODULES, *_SERVE))
 atexit.register(_forks.close)
 BLOCK = 32
-_WITHIN = 300.0
 
 needs_vllm = [
     pytest.mark.slow,
@@ -145,7 +145,7 @@ class RemoteVllm:
         return self._log.read_text()
 
     def answer(self) -> dict[str, Any]:
-        line = self._lines.get(timeout=_WITHIN)
+        line = self._lines.get(timeout=WITHIN)
         assert line, self.log[-3000:]
         found: dict[str, Any] = json.loads(line)
         return found
@@ -172,6 +172,6 @@ class RemoteVllm:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             assert self._process.stdin is not None
             self._process.stdin.close()
-            self._process.wait(60)
+            self._process.wait(WITHIN)
         self._process.kill()
-        self._process.wait(60)
+        self._process.wait(WITHIN)

@@ -14,6 +14,7 @@ import tokenizers
 import torch
 import transformers
 import vllm_process
+from vllm_waits import WITHIN
 
 from foreword.referee.process import Forked
 
@@ -81,18 +82,18 @@ class VllmServer:
 
     def healthy(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-4000:]
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=120) as answer:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=WITHIN) as answer:
             return bool(answer.status == 200)
         return False
 
-    def stop(self, number: int = signal.SIGTERM, within: float = 150) -> None:
+    def stop(self, number: int = signal.SIGTERM, within: float = WITHIN) -> None:
         """Stop the server, and kill what is left of it."""
         self.process.send_signal(number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(within)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(60)
+        self.process.wait(WITHIN)
 
     def kill(self) -> None:
         """End it without warning, with all its processes."""

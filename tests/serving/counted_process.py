@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any
 
 _CONTAINERS = (dict, list, set, frozenset, deque, bytearray, array)
+_LIBRARY = ("builtins", "collections")
 _POLL = 0.1
 
 
@@ -58,11 +59,14 @@ def allocator() -> dict[str, float]:
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    if isinstance(owner, ModuleType):
-        return [(f"{owner.__name__}.{name}", value) for name, value in list(vars(owner).items())]
+    try:
+        found = dict(object.__getattribute__(owner, "__dict__"))
+    except AttributeError:
+        found = {}
     kind = type(owner)
+    if issubclass(kind, ModuleType):
+        return [(f"{found.get('__name__')}.{name}", value) for name, value in found.items()]
     label = f"{kind.__module__}.{kind.__qualname__}"
-    found = list(getattr(owner, "__dict__", None) or ())
     names = [name for base in kind.__mro__ for name in (base.__dict__.get("__slots__") or ()) if isinstance(name, str)]
     attributes = []
     for name in {*found, *names}:
@@ -74,7 +78,10 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 
 
 def entries() -> tuple[dict[str, int], dict[str, int]]:
-    """Entries of containers by what has them, with those of the containers within; and objects by type."""
+    """Entries of containers by what has them, with those of the containers within; and objects by type.
+
+    No code of the objects runs: a table of a library that loads what it is asked for would load all of it.
+    """
     gc.collect()
     objects = gc.get_objects()
     types: Counter[str] = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in objects)
@@ -82,18 +89,19 @@ def entries() -> tuple[dict[str, int], dict[str, int]]:
     seen: set[int] = set()
 
     def add(label: str, value: Any, depth: int) -> None:
-        if isinstance(value, _lru_cache_wrapper):
+        if type(value) is _lru_cache_wrapper:
             found[f"{label}()"] += value.cache_info().currsize
-        if not isinstance(value, _CONTAINERS) or id(value) in seen:
+        kind = next((one for one in _CONTAINERS if issubclass(type(value), one)), None)
+        if kind is None or id(value) in seen:
             return
         seen.add(id(value))
-        found[label] += len(value)
-        if depth and not isinstance(value, bytearray | array):
-            for inner in list(value.values() if isinstance(value, dict) else value):
+        found[label] += kind.__len__(value)
+        if depth and kind not in (bytearray, array):
+            for inner in list(dict.values(value) if kind is dict else kind.__iter__(value)):
                 add(f"{label}[]", inner, depth - 1)
 
     for owner in objects:
-        if isinstance(owner, ModuleType) or type(owner).__module__.partition(".")[0] not in ("builtins", "collections"):
+        if issubclass(type(owner), ModuleType) or str(type(owner).__module__).partition(".")[0] not in _LIBRARY:
             for label, value in _attributes(owner):
                 add(label, value, 2)
     return dict(found), dict(types)

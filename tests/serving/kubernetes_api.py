@@ -62,6 +62,8 @@ class KubernetesApi:
         self.oldest = 0
         self.token = ""
         self.refusing = 0
+        # Whether a watch begins with a bookmark, and has one after each change.
+        self.bookmarks = True
         # How often it refused, and did not know a kind, by path.
         self.refused: Counter[str] = Counter()
         self.absent: Counter[str] = Counter()
@@ -196,7 +198,8 @@ class KubernetesApi:
                 for _, kind, event in events:
                     if kind == request.path:
                         await response.write(json.dumps(event).encode() + b"\n")
-                await response.write(json.dumps({"type": "BOOKMARK", "object": bookmark}).encode() + b"\n")
+                if self.bookmarks:
+                    await response.write(json.dumps({"type": "BOOKMARK", "object": bookmark}).encode() + b"\n")
                 await changed.wait()
         except asyncio.CancelledError:
             task.uncancel()

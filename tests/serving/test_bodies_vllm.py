@@ -18,6 +18,7 @@ from shared_server import until
 from vllm_bodies import bodies, odd_requests
 from vllm_process import needs_vllm
 from vllm_server import VllmServer
+from vllm_waits import WITHIN
 
 import foreword
 from foreword.referee.models import IMAGES
@@ -82,7 +83,7 @@ def test_equal_answers_or_equal_refusals(
     """The router answers as the vLLM behind it would, in every dialect: the same bytes but for ids and times where vLLM
     succeeds, the same status where it refuses, and an error where it fails."""
     found, counts = [], Counter[str]()
-    with httpx.Client(timeout=120, headers={"content-type": "application/json"}) as client:
+    with httpx.Client(timeout=WITHIN, headers={"content-type": "application/json"}) as client:
         for path, data in requests():
             # How many tokens a chunk has depends on when they come.
             seen = list[Any]()

@@ -16,6 +16,7 @@ from test_tools import ASK, WEATHER, Person, check
 from tokenizers import Tokenizer
 from vllm_behind_router import vllm_behind_router
 from vllm_process import needs_vllm
+from vllm_waits import WITHIN
 
 import foreword
 
@@ -44,13 +45,13 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
 
 @pytest.fixture
 def ai(router: RouterProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=WITHIN) as made:
         yield made
 
 
 @pytest.fixture
 def claude(router: RouterProcess) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=router.url, api_key="none", max_retries=0, timeout=120) as made:
+    with anthropic.Anthropic(base_url=router.url, api_key="none", max_retries=0, timeout=WITHIN) as made:
         yield made
 
 

@@ -161,6 +161,13 @@ def test_objectives_that_are_none(objective: str) -> None:
         InstalledExtras().check(given)
 
 
+def test_objectives_with_one_name() -> None:
+    """An objective that has two priorities is refused before anything starts, by its name."""
+    given = Config(router=RouterConfig(picker="127.0.0.1:0", picker_objectives=("batch=1", "a=2", "batch=-1")))
+    with pytest.raises(ConfigError, match="'batch' twice"):
+        InstalledExtras().check(given)
+
+
 def test_settings_of_the_picker_need_it() -> None:
     """A setting of the picker without the picker is refused, by its name."""
     with pytest.raises(ConfigError, match="picker_trusts_headers needs"):

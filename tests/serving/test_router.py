@@ -344,7 +344,7 @@ def test_replicas_added_and_removed_by_api(servers: list[ControlledProcess]) -> 
 
 @pytest.mark.slow
 def test_replicas_from_a_file(servers: list[ControlledProcess], tmp_path: Path) -> None:
-    """Replicas follow a watched file; a broken file changes nothing."""
+    """Replicas follow a watched file; a broken file changes nothing, and is counted."""
     path = tmp_path / "replicas"
     path.write_text(f"# all of them\n{servers[0].url()}  # the first\n")
     router = RouterProcess("--replica-file", str(path), "--admin-key", "admin-secret").wait_for(1)
@@ -353,6 +353,7 @@ def test_replicas_from_a_file(servers: list[ControlledProcess], tmp_path: Path) 
         path.write_text("no URL at all\n")
         until(lambda: "is unchanged" in router.text)
         assert set(state(router)) == {servers[0].url()}
+        until(lambda: router.metric("foreword:router_watch_failures_total", watched="replica file") > 0)
         path.write_text(f"{servers[1].url()} max_waiting=7\n")
         until(lambda: set(state(router)) == {servers[1].url()})
         until(lambda: state(router)[servers[1].url()]["takes_requests"])

@@ -11,11 +11,12 @@ from pathlib import Path
 import http_client
 import msgspec
 import pytest
-from kubernetes_api import KubernetesApi, endpoint, endpoint_slice
+from kubernetes_api import PATH, KubernetesApi, endpoint, endpoint_slice
 from router_parts import Loop, RouterThread
 from shared_server import until
 from test_router_faults import Scripted
 
+from foreword.router_extras import kubernetes_watch
 from foreword.router_extras.kubernetes import EndpointSlice, ServiceSpec
 from foreword.router_extras.kubernetes_watch import ApiServer
 from foreword.router_extras.pod_costs import ANNOTATION, PodCosts
@@ -81,6 +82,27 @@ def test_replicas_of_a_service(loop: Loop, tmp_path: Path) -> None:
         api.compact()
         api.refusing = 0
         until(lambda: listed(router) == {one.url: ""})
+
+
+def test_failures_are_counted(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every list and every watch that fails is counted. A failure is logged once while it lasts, and again when it comes back
+    after a watch had begun, also if nothing happened there."""
+    monkeypatch.setattr(kubernetes_watch, "_MIN_PAUSE", 0.05)
+    monkeypatch.setattr(kubernetes_watch, "_MAX_PAUSE", 0.05)
+    api = KubernetesApi(loop, tmp_path)
+    api.bookmarks = False
+    with following(api) as router:
+        for number in (1, 2):
+            until(lambda count=number: api.watches == count)
+            api.refusing = 500
+            refused = api.refused[PATH]
+            api.close_watches()
+            until(lambda count=refused: api.refused[PATH] >= count + 3)
+            assert router.text.count("says 500") == number
+            api.refusing = 0
+        until(lambda: api.watches == 3)
+        counted = router.metric("foreword:router_watch_failures_total", watched="endpoints of llm/vllm")
+        assert counted == api.refused[PATH]
 
 
 @pytest.mark.slow

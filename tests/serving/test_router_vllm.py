@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from shared_server import until, words
 from vllm_process import needs_vllm
 from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
+from vllm_waits import WITHIN
 
 from foreword.api.rights import Tenants
 from foreword.blocks.salt import Salt
@@ -31,7 +32,6 @@ from foreword.router.replica_metrics import parse_metrics
 pytestmark = needs_vllm
 ADMIN = {"authorization": "Bearer admin-secret"}
 # Seconds for anything to come about on a machine that is busy with other things.
-WITHIN = 120
 
 
 def start(model: Path, folder: Path, core: int) -> VllmServer:
@@ -242,7 +242,7 @@ def test_weights_without_the_connector(servers: list[VllmServer], model: Path, t
             ]
             found = [reading(server) for server in (*servers, servers[0])]
             for one in busy:
-                one.result(2 * WITHIN)
+                one.result(WITHIN)
         equal = max(found[0].difference(one) for one in found[1:])
         assert (
             equal <= logprobs_probe.TOLERANCE / 4 < 2 * logprobs_probe.TOLERANCE < found[0].difference(reading(plain))
@@ -297,7 +297,7 @@ def disaggregated(prefill: str, decode: str) -> RouterProcess:
 
 def post(url: str, path: str, body: dict[str, Any], key: str = "vllm-key") -> httpx.Response:
     return httpx.post(
-        url + path, json={**GREEDY, **body}, timeout=2 * WITHIN, headers={"authorization": f"Bearer {key}"}
+        url + path, json={**GREEDY, **body}, timeout=WITHIN, headers={"authorization": f"Bearer {key}"}
     ).raise_for_status()
 
 

@@ -16,6 +16,7 @@ from router_parts import RouterProcess
 from shared_server import until
 from vllm_process import needs_vllm
 from vllm_server import VllmServer, make_byte_model
+from vllm_waits import WITHIN
 
 pytestmark = needs_vllm
 COUNT = 3
@@ -47,7 +48,7 @@ def served(front: str, folder: Path) -> Iterator[tuple[list[VllmServer], Post, R
             envoy = Envoy(folder, port, urls)
             stack.callback(envoy.kill)
             url = envoy.url
-        client = stack.enter_context(httpx.Client(base_url=url, timeout=120))
+        client = stack.enter_context(httpx.Client(base_url=url, timeout=WITHIN))
 
         def post(prompt: str, user: str = "", *, stream: bool = False) -> httpx.Response:
             body = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "user": user, "stream": stream}
@@ -62,7 +63,7 @@ def dead(servers: list[VllmServer]) -> int:
 
 def _answers(server: VllmServer) -> bool:
     try:
-        return httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+        return httpx.get(f"{server.url}/health", timeout=WITHIN).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -76,7 +77,7 @@ def test_a_request_ends_two_servers(tmp_path: Path, front: str, way: str) -> Non
     with served(front, tmp_path) as (servers, post, router):
         assert post("harmless").status_code == 200
         assert post(f"one {WAYS[way]}").status_code >= 500
-        until(lambda: dead(servers) >= 1, 60)
+        until(lambda: dead(servers) >= 1, WITHIN)
         print("one send:", dead(servers))
         for number in range(3):
             post(f"one {WAYS[way]}", f"again {number}", stream=number == 1)

@@ -40,4 +40,4 @@ def check_chains(chains: ChainLru) -> None:
             "every leaf that is not pinned is in its tenant's heap"
         )
         found = min(entry for entry in heap if entry & _SLOT_MASK == slot)
-        assert chains._used[slot] >= found >> (_SLOT_BITS + _DEPTH_BITS), "heap times are never too late"
+        assert chains.last_used[slot] >= found >> (_SLOT_BITS + _DEPTH_BITS), "heap times are never too late"

@@ -611,6 +611,22 @@ def test_wrong_master_keys(tmp_path: Path, given: dict[str, str], message: str) 
     assert "1111" not in raised.value.message and "1111" not in repr(chosen)
 
 
+def test_master_keys_that_anybody_can_change(tmp_path: Path) -> None:
+    """A file of master keys that every user can write to is refused: one of them could read what is encrypted from then on. One
+    that they can read is as the user wants it: secrets of containers are such files."""
+    file = tmp_path / "masters"
+    file.write_text(OLD, encoding="ascii")
+    given = EncryptionConfig(key_store=str(tmp_path / "keys"), master_key_file=str(file))
+    for mode in (0o666, 0o602):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=f"chmod o-w {file}") as raised:
+            DataKeys(given)
+        assert "1111" not in raised.value.message
+    file.chmod(0o664)
+    with closing(DataKeys(given)):
+        pass
+
+
 class Command:
     """A key command whose behaviour is a file: it ends and prints master keys, or hangs. Each run leaves a line.
 

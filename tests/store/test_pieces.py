@@ -6,11 +6,14 @@ import errno
 import itertools
 import os
 import random
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -460,6 +463,37 @@ def test_a_put_writes_each_page_of_the_index_once(tmp_path: Path) -> None:
             counts.append(written() - before)
         page = 4096 + 24  # with its header in the log
         assert sorted(counts)[2] <= 64 * (HEADER_BYTES + 64) + (64 + 16) * page
+
+
+def test_a_put_does_not_look_at_all_tenants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put takes as many steps of SQLite with thousands of tenants in the index as with one, while there is room. A put that
+    evicts counts them."""
+    steps = [0]
+
+    def step() -> int:
+        steps[0] += 1
+        return 0
+
+    class Counted(sqlite3.Connection):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            self.set_progress_handler(step, 1)
+
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Counted))
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(make_frames(1, 8, 64), deadline=soon())
+        counts = list[int]()
+        for tenants in (0, 5_000):
+            with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as other:
+                rows = [(1 + one, 1, 0.0) for one in range(tenants)]
+                other.execute("BEGIN IMMEDIATE")
+                other.executemany("INSERT INTO tenants VALUES (?, ?, ?)", rows)
+                other.execute("UPDATE totals SET bytes = bytes + ?", (tenants,))
+                other.execute("COMMIT")
+            steps[0] = 0
+            assert store.put(make_frames(2 + tenants, 8, 64), deadline=soon()) == 8
+            counts.append(steps[0])
+        assert 0 < counts[1] < counts[0] + 500, counts
 
 
 def test_no_byte_stays_below_a_damaged_entry(tmp_path: Path) -> None:

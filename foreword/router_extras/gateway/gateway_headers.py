@@ -5,7 +5,7 @@ A client could send them as well, so only a gateway that sets or removes each of
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -54,10 +54,10 @@ class GatewaySettings:
         self._objectives = _objectives(entry for entry in config.picker_objectives if entry not in pools)
         self._pools = _pools(config, pools) if pools else []
 
-    def watches(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """Watch the objectives of the cluster, until cancelled."""
+    def watches(self, failed: Callable[[str], object]) -> Iterator[Coroutine[Any, Any, None]]:
+        """Watch the objectives of the cluster: see `ObjectWatch.run`."""
         for pool in self._pools:
-            yield from pool.watches()
+            yield from pool.watches(failed)
 
     def read(self, headers: Mapping[str, str], wanted: int) -> GatewayHeaders:
         """`wanted`: the priority that the body asks for, which an objective replaces. Of a gateway that is not trusted only an
@@ -87,9 +87,11 @@ def _objectives(entries: Iterable[str]) -> dict[str, int]:
             value = int(number)
         except ValueError:
             name, value = "", 0
-        if not name or name in found or abs(value) >= 1 << 31:
+        if name in found:
+            raise ConfigError(f"--picker-objectives has {name!r} twice: give each objective one priority")
+        if not name or abs(value) >= 1 << 31:
             raise ConfigError(
-                "an objective is written NAME=NUMBER, such as batch=-1, once each, or the cluster's as NAMESPACE/POOL, not "
+                "an objective is written NAME=NUMBER, such as batch=-1, or the cluster's as NAMESPACE/POOL, not "
                 f"{entry!r}"
             )
         found[name] = value

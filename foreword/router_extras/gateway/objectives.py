@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -63,9 +63,9 @@ class PoolObjectives:
         one = next((one for one in found if one is not None and one.spec.pool.name == self._pool), None)
         return max(min(one.spec.priority or 0, _MOST), -_MOST) if one is not None else None
 
-    def watches(self) -> Iterator[Coroutine[Any, Any, None]]:
-        """Watch until cancelled."""
-        return (watch.run() for watch in self._watches)
+    def watches(self, failed: Callable[[str], object]) -> Iterator[Coroutine[Any, Any, None]]:
+        """See `ObjectWatch.run`."""
+        return (watch.run(failed) for watch in self._watches)
 
     def _watch(self, group: str) -> ObjectWatch[InferenceObjective]:
         purpose = f"objectives ({group}) of {self._name}"

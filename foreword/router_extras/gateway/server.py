@@ -96,7 +96,9 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
         await server.stop(limits.drain_seconds)
 
     router.background(leave())
-    background = [router.background(work) for work in (_give_back(), *picker.settings.watches())]
+    background = [
+        router.background(work) for work in (_give_back(), *picker.settings.watches(router.metrics.watch_failed))
+    ]
     logger.info("picks endpoints on %s:%d", config.picker.rpartition(":")[0], port)
     try:
         yield

@@ -159,10 +159,11 @@ class DiskStore(Store):
         """Raises StoreConfigError for what the constructor would refuse."""
         if not 0 <= pieces <= _LARGEST_PIECE:
             raise StoreConfigError(f"pieces of a disk store have at most {_LARGEST_PIECE:,} bytes, not {pieces:,}")
-        if size < 1 or not 0.0 <= pin_share <= 1.0 or journal not in ("wal", "delete"):
-            raise StoreConfigError(
-                f"no disk store of {size} bytes with a pin share of {pin_share} and journal {journal!r}"
-            )
+        if size < 1 or not 0.0 <= pin_share <= 1.0:
+            what = f"no disk store of {size} bytes" if size < 1 else f"pin_share is from 0 to 1, not {pin_share}"
+            raise StoreConfigError(what)
+        if journal not in ("wal", "delete"):
+            raise StoreConfigError(f"the journal of a disk store is wal or delete, not {journal!r}")
         quota_of(tenant_quota, size)
 
     def _create_folder(self) -> None:

@@ -261,7 +261,7 @@ class IndexTransaction:
                 " SET bytes = bytes + excluded.bytes, used_at = max(used_at, excluded.used_at)",
                 [(one, self._more.get(one, 0), self._uses.get(one, 0.0)) for one in tenants],
             )
-            self._execute("DELETE FROM tenants WHERE bytes <= 0")
+            self._execute_many("DELETE FROM tenants WHERE id = ? AND bytes <= 0", [(one,) for one in tenants])
 
     def last_row(self) -> int:
         """The largest row id of a block."""

@@ -92,7 +92,8 @@ class SlotTable:
     def acquire(self, names: Sequence[Name]) -> list[tuple[int, int]]:
         """Slot and length of each name, or (0, MISSING). Marks the slots as in use and notes a use."""
         chains, lengths, writing = self.chains, self._lengths, self.writing
-        find, in_use = chains.index.get, chains.in_use
+        find, in_use, last_used = chains.index.get, chains.in_use, chains.last_used
+        hits, used_at = self._hits, self._used_at
         now, clock = chains.tick(), time.time()
         found = []
         if names:
@@ -103,19 +104,20 @@ class SlotTable:
                 found.append((0, MISSING))
                 continue
             in_use[slot] += 1
-            chains.touch(slot, now)
-            self._hits[slot] += 1
-            self._used_at[slot] = clock
+            last_used[slot] = now
+            hits[slot] += 1
+            used_at[slot] = clock
             found.append((slot, lengths[slot]))
         return found
 
-    def release(self, slot: int) -> None:
-        """End a use that `acquire` began."""
-        in_use = self.chains.in_use
-        in_use[slot] -= 1
-        if not in_use[slot] and slot in self._deleted:
-            self._deleted.discard(slot)
-            self.chains.free(slot)
+    def release(self, *slots: int) -> None:
+        """End uses that `acquire` began, or a write."""
+        in_use, deleted = self.chains.in_use, self._deleted
+        for slot in slots:
+            in_use[slot] -= 1
+            if deleted and not in_use[slot] and slot in deleted:
+                deleted.discard(slot)
+                self.chains.free(slot)
 
     def touch(self, names: Iterable[Name], now: int) -> None:
         """Note a use of the blocks that are present."""
@@ -352,6 +354,10 @@ class MemoryStore(LocalRecords):
         arena = self._arena
         return None if arena is None else arena.view
 
+    @property
+    def slot_bytes(self) -> int:
+        return self._slots.slot_bytes
+
     def move_to(self, arena: MemoryArena) -> bool:
         """Keep blocks in other memory, of the same size, from now on; those that it has are gone. False, and nothing changes,
         while a block is in use or pinned."""
@@ -371,10 +377,11 @@ class MemoryStore(LocalRecords):
         size: int, *, pin_share: float = 0.5, slot_bytes: int | None = None, tenant_quota: float | None = None
     ) -> None:
         """Raises StoreConfigError for what the constructor would refuse."""
-        if size < 1 or not 0.0 <= pin_share <= 1.0 or (slot_bytes is not None and not 1 <= slot_bytes <= size):
-            raise StoreConfigError(
-                f"no memory store of {size} bytes with slots of {slot_bytes} and a pin share of {pin_share}"
-            )
+        if size < 1 or not 0.0 <= pin_share <= 1.0:
+            what = f"no memory store of {size} bytes" if size < 1 else f"pin_share is from 0 to 1, not {pin_share}"
+            raise StoreConfigError(what)
+        if slot_bytes is not None and not 1 <= slot_bytes <= size:
+            raise StoreConfigError(f"a memory store of {size} bytes has no slots of {slot_bytes}")
         quota_of(tenant_quota, size)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
@@ -420,9 +427,7 @@ class MemoryStore(LocalRecords):
             yield Loan(memory, stride, [slot for slot, _ in found], frames)
         finally:
             with self._lock:
-                for slot, length in found:
-                    if length > 0:
-                        slots.release(slot)
+                slots.release(*[slot for slot, length in found if length > 0])
 
     def reserve(
         self, headers: Sequence[Header] | Sequence[UnreadBlock], *, unread: bool = False, deadline: float
