@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _LOCATION: Final = "location/id"
 _LOCATION_SECONDS: Final = 5.0
 _OPTION: Final = re.compile(r"&(\w+)=")
-# The parser of URLs would drop line ends and tabs, and name another folder. Half characters: not those of undecodable names.
+# Zero bytes, and halves of characters but those that stand for bytes which are no text.
 _NO_NAME: Final = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 _RAW: Final = "raw"  # no codec
 _CODECS: Final = "foreword.store.codec:CODECS"

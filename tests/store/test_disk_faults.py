@@ -117,7 +117,8 @@ def intact(store: DiskStore, chains: Sequence[Sequence[Frame]]) -> set[bytes]:
 
 
 def set_boot(monkeypatch: pytest.MonkeyPatch, boot: str, host: str = "this host") -> None:
-    monkeypatch.setattr(recovery, "boot_of_host", lambda: (host, boot))
+    monkeypatch.setattr(recovery, "boot_id", lambda: boot)
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
 
 
 def settle(store: DiskStore) -> None:

@@ -452,8 +452,7 @@ def choose(store: TieredStore, base: bytes, mine: Observations, layouts: Sequenc
     """The namespace of this server, 32 bytes: that of a record that agrees with it, or a new one. Writes this server's record.
 
     Never raises for a store that fails: its records are then not compared, and a namespace of exactly these measurements is
-    taken, so that nothing can be shared by mistake. The same where the new one has blocks in these layouts: the record of who
-    saved them is lost (evicted, expired, damaged, not restored), and nothing says what was measured there.
+    taken, so that nothing can be shared by mistake. So it is if the new one has blocks in these layouts: their record is lost.
     """
     where = NAMESPACES.key(folder_of(base), "")
     found, complete = records_at(store, where, mine.name)
@@ -469,8 +468,7 @@ def choose(store: TieredStore, base: bytes, mine: Observations, layouts: Sequenc
         log.info("Foreword: KV in the stores that %s saved is used", equal.vllm)
         return shared
     resolved = json.dumps(dict(mine.resolved), sort_keys=True)
-    names = "\x00".join(sorted(mine.measured))
-    seen = f"{resolved}\x00{names}".encode()
+    seen = "\x00".join([resolved, *sorted(mine.measured)]).encode()
     fresh = sha256(b"foreword/namespace\x00" + unmeasured(base, mine.settings) + seen).digest()
     named = {replace(one, model=fresh).fingerprint for one in layouts}
     if not complete or fresh.hex() in others or _may_hold(store, named):

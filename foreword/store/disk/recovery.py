@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
 import sqlite3
 from dataclasses import dataclass
 from typing import Final
@@ -48,14 +47,9 @@ def open_index(index: DiskIndex, files: BlockFiles, deadline: float) -> OpenedIn
         return OpenedIndex(recover_dead_writers(transaction, files, ours=0), complete, not boots)
 
 
-def boot_of_host() -> tuple[str, str]:
-    """The name of the host and the id of its current boot ("" if the system has none)."""
-    return socket.gethostname(), boot_id()
-
-
 def boot_of_index(file: str) -> str:
     """The boot and the file in which an index is used; "" if the system has no name for its boot."""
-    _, boot = boot_of_host()
+    boot = boot_id()
     return boot and f"{boot} {os.stat(file).st_ino}"
 
 
