@@ -99,9 +99,7 @@ _WRONG_CHILDREN: Final = """
 _WRONG_TENANTS: Final = """SELECT 1 WHERE (SELECT coalesce(sum(bytes), 0) FROM tenants) != (SELECT bytes FROM totals)
     OR EXISTS (SELECT 1 FROM tenants WHERE typeof(bytes) != 'integer' OR typeof(used_at) != 'real')"""
 _ROW: Final = "id, name, above, size, used, children, pinned, piece, at"  # the fields of BlockRow
-_PENDING: Final = (
-    "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow but its place
-)
+_PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # of PendingRow, but its place
 _PENDING_FIELDS: Final = 9
 _OF_PIECE: Final = -1  # the depth of the row of a piece
 # PendingRow's fields without the writer, and what else a complete block has.
@@ -244,9 +242,8 @@ class IndexTransaction:
     def _keep_newest(self, table: str, row: Sequence[object]) -> None:
         """Write a row, and forget those that were written long ago."""
         self._execute(f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * len(row))})", row)
-        self._execute(
-            f"DELETE FROM {table} WHERE rowid NOT IN (SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT {_KEPT})"
-        )
+        newest = f"SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT {_KEPT}"
+        self._execute(f"DELETE FROM {table} WHERE rowid NOT IN ({newest})")
 
     def save(self) -> None:
         """Write the totals. The last step before the commit."""

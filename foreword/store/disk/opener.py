@@ -149,9 +149,7 @@ class FolderScan:
         if boot and self._index.compared(_soon(), boot):
             return True
         if fresh and self._files.remove_format_1():
-            log.warning(
-                "%s had blocks of format 1, which this program cannot read: they were removed", self._files.folder
-            )
+            log.warning("%s had blocks of format 1, which cannot be read: they were removed", self._files.folder)
         if not fresh and self._index.journal == "wal":  # with other journals a long read would block writers
             self._index.check(_soon())
         self._check_rows()

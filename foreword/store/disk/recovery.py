@@ -110,9 +110,8 @@ def _recover_piece(transaction: IndexTransaction, files: BlockFiles, piece: Pend
         if header is None:
             files.remove(file.name, place=file.place)
         else:
-            blocks.append(
-                pending_row(block_id(file.name), header, file.size, piece.used, piece.stored_at, place=file.place)
-            )
+            row = pending_row(block_id(file.name), header, file.size, piece.used, piece.stored_at, place=file.place)
+            blocks.append(row)
     if blocks:
         transaction.finish_piece(piece, blocks)
     else:
