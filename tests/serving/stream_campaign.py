@@ -51,7 +51,7 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
     return TEXT, {"prompt": "import os\n", "max_tokens": 24, "temperature": 0, **USAGE, **fields}
 
 
-# Of these others than Foreword's servers continue those that `TEXTS` names.
+# Other servers than Foreword's continue those of them that `TEXTS` names.
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "plain": chat(),
     "ignore_eos": chat(ignore_eos=True),
