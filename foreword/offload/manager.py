@@ -563,9 +563,11 @@ class OffloadManager:
 
         return self.later(work)
 
-    def drop_deferred(self, names: Callable[[], Sequence[Name]]) -> None:
-        """Nothing continues these blocks: tiers that hold them back do not write them."""
-        if self.store.defers:
+    def retire(self, names: Callable[[], Sequence[Name]], *, drop: bool) -> None:
+        """Nothing continues these blocks: tiers that hold them back do not write them. With `drop` delete them."""
+        if drop:
+            self.delete(names)
+        elif self.store.defers:
             self.later(lambda: self.store.drop_deferred(names()))
 
     def describe(self, model: str, fingerprint: bytes, groups: Sequence[KVGroup], key_size: int = 0) -> Future[None]:

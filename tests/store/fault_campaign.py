@@ -571,7 +571,7 @@ class Campaign:
         listed = isinstance(place, PiecePlace) or not isinstance(place, PeerPlace | DiskPlace) or not self.by_key
         keys = place.objects() if listed else self._known_keys()
         if not keys:
-            # What is stored again after a fault is one block, which has a file of its own: until no block is in a piece.
+            # A block that is stored again after a fault has a file of its own, alone: until no block is in a piece.
             if isinstance(place, PiecePlace):
                 self._call(lambda: self.flaky.inner.delete(names_of(self.frames), deadline=_soon(10)))
             self._store_all()

@@ -153,7 +153,7 @@ class DiskIndex:
 
     def _connect_read_only(self) -> sqlite3.Connection:
         """Connect beside a living writer, or, if the folder cannot be written, to the database as an immutable file."""
-        address = "file:" + quote(os.path.abspath(self.file))
+        address = "file:" + quote(os.fsencode(os.path.abspath(self.file)))
         for mode in ("?mode=ro", "?immutable=1"):
             connection = sqlite3.connect(address + mode, uri=True, isolation_level=None, check_same_thread=False)
             try:

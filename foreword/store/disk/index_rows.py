@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sqlite3
 import struct
 import time
@@ -583,7 +584,7 @@ def _unpacked(ids: bytes) -> tuple[int, ...]:
 
 def read_pins(file: str, seconds: float) -> list[int]:
     """Ids of the pinned blocks of a sound index of an earlier format, none if it cannot be read."""
-    address = f"file:{quote(file)}?mode=rw"
+    address = f"file:{quote(os.fsencode(file))}?mode=rw"
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(sqlite3.connect(address, timeout=seconds, isolation_level=None, uri=True)) as connection,

@@ -33,7 +33,7 @@ from foreword.store.disk.index import DiskIndex, translate
 from foreword.store.disk.index_rows import BrokenIndex, OldIndex, PendingRow, block_id, pending_row, read_pins
 from foreword.store.disk.locks import folder_lock, is_alive, scan_lock
 from foreword.store.disk.pieces import BlockPlace
-from foreword.store.disk.recovery import OLD, boot_of_host, open_index, quarantine_index, remove_oldest_files
+from foreword.store.disk.recovery import OLD, boot_of_index, open_index, quarantine_index, remove_oldest_files
 
 log = logging.getLogger("foreword.store")
 
@@ -145,7 +145,7 @@ class FolderScan:
 
     def run(self, fresh: bool) -> bool:
         """Compare everything, unless another process did. False if it was stopped before the end. Raises StoreError."""
-        _, boot = boot_of_host()
+        boot = boot_of_index(self._index.file)
         if boot and self._index.compared(_soon(), boot):
             return True
         if fresh and self._files.remove_format_1():
