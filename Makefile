@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-extended test-slow test-all faults erasures clocks strangers failures fuzz memory ledger agentx faults-system mutants drift matrix gpu gpu-page check lint docs clean
+.PHONY: setup demo test test-extended test-slow test-all faults power-loss erasures clocks strangers failures fuzz memory ledger agentx faults-system mutants drift matrix gpu gpu-page check lint docs clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,12 @@ SEED ?= 1
 
 faults: setup
 	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/store/fault_campaign.py --faults $(FAULTS) --seed $(SEED) --notes $(MORE)
+
+# Opens disk stores on what a loss of power may leave, and prints a table: make power-loss STATES=24 SEED=7. Needs a C++ compiler.
+STATES ?= 24
+
+power-loss: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/store/power_loss_campaign.py --states $(STATES) --seed $(SEED) --notes $(MORE)
 
 # Erases tenants while tiers fail and processes are killed, and prints a table: make erasures ERASURES=500 SEED=7
 ERASURES ?= 10000

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from hashlib import sha256
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -17,6 +18,7 @@ from foreword.store.frame import HEADER_BYTES
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_LARGEST_BLOCK_TOKENS: Final = 2**32 - 1
 # A batch is copied once before it is saved, and lies in memory once while it is loaded.
 _BATCH_BYTES: Final = 32 << 20
 
@@ -40,8 +42,10 @@ class Cache:
         timeout: limit of each call in seconds. What is not found, loaded or saved by then is a miss.
 
     Raises:
-        BadRequest: a size is not positive, or the model has no name.
+        BadRequest: a size is no positive integer, the timeout no positive number, the model or the tenant no text.
         StoreError: a wrong URL, or a store that cannot be opened.
+
+    After `close` every call but `close` raises BadRequest.
     """
 
     def __init__(
@@ -53,17 +57,23 @@ class Cache:
         tenant: str = "",
         timeout: float = 10.0,
     ) -> None:
-        for name, value in (("block_tokens", block_tokens), ("block_bytes", block_bytes)):
-            if value < 1:
-                raise BadRequest(f"{name} is {value}; it must be at least 1", param=name)
+        self.block_tokens = _size("block_tokens", block_tokens, _LARGEST_BLOCK_TOKENS)
+        self.block_bytes = _size("block_bytes", block_bytes)
+        if not isinstance(timeout, int | float) or not timeout > 0:
+            raise BadRequest(f"timeout is {timeout!r}; it must be a number of seconds above 0", param="timeout")
         if not model:
             raise BadRequest("the model has no name: KV of different models must never be mixed up", param="model")
-        self.block_tokens = block_tokens
-        self.block_bytes = block_bytes
-        self._timeout = timeout
-        digest = sha256(b"foreword/cache\x00" + model.encode()).digest()
-        layout = Layout(digest, block_tokens, (), "uint8", order="opaque", opaque_bytes=block_bytes)
-        self._blocks = EngineStore(layout, stores, tenant.encode())
+        for url in stores:
+            if not isinstance(url, str):
+                raise BadRequest(
+                    f"a store is {url!r}; give URLs one by one, each a text: Cache('memory://', 'disk:///var/cache/kv')",
+                    param="stores",
+                )
+        self._timeout = float(timeout)
+        self._open = True
+        digest = sha256(b"foreword/cache\x00" + _encoded("model", model)).digest()
+        layout = Layout(digest, self.block_tokens, (), "uint8", order="opaque", opaque_bytes=self.block_bytes)
+        self._blocks = EngineStore(layout, stores, _encoded("tenant", tenant))
         self._model = model
 
     def __repr__(self) -> str:
@@ -72,11 +82,11 @@ class Cache:
 
     def find(self, tokens: Sequence[int]) -> int:
         """How many of the leading tokens the stores have KV for, a multiple of `block_tokens`. Nothing is read or verified."""
-        return self._blocks.find(self._blocks.keys(tokens), self._deadline()) * self.block_tokens
+        return self._blocks.find(self._keys(tokens), self._deadline()) * self.block_tokens
 
     def load(self, tokens: Sequence[int]) -> list[memoryview]:
         """The verified KV of the leading blocks of these tokens, up to the first that the stores do not have."""
-        keys, deadline = self._blocks.keys(tokens), self._deadline()
+        keys, deadline = self._keys(tokens), self._deadline()
         found: list[memoryview] = []
         left = keys[: self._blocks.find(keys, deadline)]
         while batch := left[: self._batch]:
@@ -93,9 +103,10 @@ class Cache:
         when the call returns, except where a store is full, fails, or is configured to wait. False if the time was over before
         all were given to the stores.
 
-        Raises BadRequest for more blocks than the tokens fill, and for a block of another size.
+        Raises BadRequest for more blocks than the tokens fill, and for a block of another size or without contiguous bytes;
+        blocks before it may have been saved.
         """
-        keys, deadline = self._blocks.keys(tokens), self._deadline()
+        keys, deadline = self._keys(tokens), self._deadline()
         if first < 0 or first + len(blocks) > len(keys):
             raise BadRequest(
                 f"{len(tokens)} tokens fill {len(keys)} blocks of {self.block_tokens}; got blocks {first} to"
@@ -105,10 +116,7 @@ class Cache:
         for low, batch in self._batches(blocks):
             rows = self._rows(len(batch))
             for number, (row, block) in enumerate(zip(rows, batch, strict=True), first + low):
-                data = memoryview(block).cast("B")
-                if len(data) != self.block_bytes:
-                    raise BadRequest(f"block {number} has {len(data)} bytes, not {self.block_bytes}", param="blocks")
-                row[: self.block_bytes] = data
+                row[: self.block_bytes] = _bytes_of(block, number, self.block_bytes)
             if not self._blocks.save(keys, first + low, rows, deadline):
                 return False
         return True
@@ -126,22 +134,35 @@ class Cache:
         """Erase the KV of these tokens from all stores: of their full blocks those that no other stored prefix needs, and all
         that continues them. Without tokens: all KV of this model, block size and tenant. Other processes may still write, which
         the receipt then says. Raises BadRequest for tokens that fill no block."""
-        keys = None if tokens is None else self._blocks.keys(tokens)
+        self._check_open()
+        keys = None if tokens is None else self._keys(tokens)
         if keys == []:
-            raise BadRequest(f"{len(tokens or ())} tokens fill no block of {self.block_tokens}", param="tokens")
+            raise BadRequest(f"these tokens fill no block of {self.block_tokens}", param="tokens")
         return forget_chains(self._blocks.store, self._blocks.layout, self._blocks.root, keys or ())
 
     def close(self) -> None:
         """Write what stores still have to write, and close them."""
+        self._open = False
         self._blocks.close()
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise BadRequest("this cache is closed; open another one on the same stores")
+
+    def _keys(self, tokens: Sequence[int]) -> list[bytes]:
+        self._check_open()
+        if isinstance(tokens, Set | Mapping):
+            raise BadRequest(f"tokens are in the order of the text; a {type(tokens).__name__} has none", param="tokens")
+        return self._blocks.keys(tokens)
 
     @property
     def _batch(self) -> int:
@@ -159,9 +180,49 @@ class Cache:
 
     def _pin(self, tokens: Sequence[int], *, pinned: bool) -> int:
         deadline = self._deadline()
-        keys = self._blocks.keys(tokens)
+        keys = self._keys(tokens)
         names = self._blocks.names(keys[: self._blocks.find(keys, deadline)])
         return self._blocks.store.pin(names, pinned=pinned, deadline=deadline) * self.block_tokens if names else 0
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout
+
+
+def _size(name: str, value: int, most: int | None = None) -> int:
+    """A size as an `int`, also one of numpy. Raises BadRequest."""
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise BadRequest(f"{name} is {value!r}; it must be an integer", param=name) from None
+    if size < 1 or (most is not None and size > most):
+        limit = "at least 1" if most is None else f"from 1 to {most}"
+        raise BadRequest(f"{name} is {size}; it must be {limit}", param=name)
+    return size
+
+
+def _encoded(name: str, text: str) -> bytes:
+    """Raises BadRequest for what is no text of Unicode characters."""
+    try:
+        return text.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise BadRequest(f"{name} is {text!r}; it must be a text", param=name) from None
+
+
+def _bytes_of(block: Buffer, number: int, length: int) -> memoryview:
+    """The bytes of a block, without a copy. Raises BadRequest.
+
+    An array of Python objects has a contiguous buffer, too: of addresses, which say nothing in another process.
+    """
+    try:
+        data = memoryview(block)
+        if "O" in data.format:
+            raise TypeError("its items are Python objects, which have no bytes of their own")
+        if data.nbytes == length:
+            return data.cast("B")
+    except (TypeError, ValueError, BufferError) as error:
+        raise BadRequest(
+            f"block {number}, a {type(block).__name__}, has no contiguous bytes: {error}. Give bytes or an array in C order; of"
+            " a tensor on the CPU tensor.contiguous().view(torch.uint8).numpy()",
+            param="blocks",
+        ) from None
+    raise BadRequest(f"block {number} has {data.nbytes} bytes, not {length}", param="blocks")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -151,6 +154,53 @@ def test_arrays_are_blocks(cache: Cache) -> None:
     assert np.array_equal(np.stack([np.frombuffer(block, np.float32) for block in cache.load(prompt)]), array)
 
 
+def of_eight(dtype: str) -> np.ndarray[Any, Any]:
+    return np.arange(BYTES // np.dtype(dtype).itemsize).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [">f4", "<f2", "f8", "i8", "?", "S4", "V8", "c8", "f4,i4"])
+def test_arrays_of_any_items_are_blocks(cache: Cache, dtype: str) -> None:
+    """A block comes back byte for byte, whatever its items are: of another byte order, of two fields, of half precision."""
+    array = of_eight(dtype) if dtype != "f4,i4" else np.ones(BYTES // 8, dtype)
+    assert cache.save(range(TOKENS), [array])
+    assert [bytes(block) for block in cache.load(range(TOKENS))] == [array.tobytes()]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        np.array([[1], "x"] * (BYTES // 16), object), of_eight("u1").reshape(16, 16).T, np.zeros(2 * BYTES, np.uint8)[::2],
+        of_eight("u1")[::-1], of_eight("M8[s]"), None, "x" * BYTES, [0] * BYTES,
+    ],
+    ids=["objects", "transposed", "every second", "backwards", "times", "None", "text", "list"],
+)  # fmt: skip
+def test_what_has_no_contiguous_bytes_is_no_block(cache: Cache, block: Any) -> None:
+    """An array of Python objects, whose buffer has addresses, and what has no contiguous buffer, are refused with what to give
+    instead; nothing is stored of them, and what was stored stays."""
+    cache.save(range(TOKENS), [bytes(BYTES)])
+    with pytest.raises(
+        BadRequest, match=r"block 0, a .* has no contiguous bytes: .* Give bytes or an array in C order"
+    ):
+        cache.save(range(TOKENS), [block])
+    assert [bytes(one) for one in cache.load(range(TOKENS))] == [bytes(BYTES)]
+
+
+def test_a_closed_cache_says_so(cache: Cache) -> None:
+    """A call of a closed cache is an error, not a miss: `save` would say that all is stored. What was loaded stays."""
+    cache.save(range(TOKENS), [bytes(BYTES)])
+    [loaded] = cache.load(range(TOKENS))
+    cache.close()
+    cache.close()
+    for call in (cache.find, cache.load, cache.keep, cache.release, cache.forget, lambda it: cache.save(it, [])):
+        with pytest.raises(BadRequest, match="closed"):
+            call(range(TOKENS))
+    with pytest.raises(BadRequest, match="closed"):
+        cache.forget()
+    with pytest.raises(BadRequest, match="closed"), cache:
+        pass
+    assert bytes(loaded) == bytes(BYTES)
+
+
 @pytest.mark.parametrize(
     ("blocks", "first", "message"),
     [
@@ -174,6 +224,15 @@ def test_wrong_arguments(tmp_path: Path, cache: Cache) -> None:
         ({"block_tokens": 0}, BadRequest),
         ({"block_bytes": -1}, BadRequest),
         ({"model": ""}, BadRequest),
+        ({"block_tokens": 16.0}, BadRequest),
+        ({"block_tokens": 2**32}, BadRequest),
+        ({"block_bytes": "256"}, BadRequest),
+        ({"model": b"one"}, BadRequest),
+        ({"model": "\ud800"}, BadRequest),
+        ({"tenant": None}, BadRequest),
+        ({"timeout": None}, BadRequest),
+        ({"timeout": float("nan")}, BadRequest),
+        ({"timeout": 0}, BadRequest),
     ):
         with pytest.raises(error):
             Cache(memory, **{"model": "one", **SIZES, **given})  # type: ignore[arg-type]
@@ -181,5 +240,42 @@ def test_wrong_arguments(tmp_path: Path, cache: Cache) -> None:
         with pytest.raises(StoreError) as raised:
             Cache(*urls, model="one", **SIZES)
         assert isinstance(raised.value, ForewordError)
-    with pytest.raises(BadRequest, match="no block"):
-        cache.forget([1, 2, 3])
+    for url in ([memory], tmp_path, b"memory://", None):
+        with pytest.raises(BadRequest, match="each a text"):
+            Cache(url, model="one", **SIZES)  # type: ignore[arg-type]
+    for tokens in ([1, 2, 3], np.arange(3), np.arange(0)):
+        with pytest.raises(BadRequest, match="no block"):
+            cache.forget(tokens)  # type: ignore[arg-type]
+    for unordered in (set(range(TOKENS)), dict.fromkeys(range(TOKENS))):
+        with pytest.raises(BadRequest, match="order"):
+            cache.find(unordered)  # type: ignore[arg-type]
+
+
+def test_sizes_of_numpy(tmp_path: Path) -> None:
+    """Sizes that numpy has computed are the same sizes: what is saved with them is found with plain ones."""
+    store = f"disk://{tmp_path}/kv?size=1MiB"
+    with Cache(store, model="one", block_tokens=np.int64(TOKENS), block_bytes=np.prod([BYTES // 4, 4])) as cache:  # type: ignore[arg-type]
+        cache.save(range(TOKENS), [bytes(BYTES)])
+    with Cache(store, model="one", **SIZES) as cache:
+        assert cache.find(range(TOKENS)) == TOKENS
+
+
+@pytest.mark.parametrize("name", ["a b", "100%", "a%2525b", "ä", "[1]", "a:b@c", "a%3Fb%23c", "b\udcff", "a%0Ab", "~"])
+def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
+    """A folder may have any name that the system gives one, also bytes that are no text: another opening finds what was saved,
+    and the folder is the one that was named."""
+    url = f"disk://{tmp_path}/{name}?size=1MiB"
+    with Cache(url, model="one", **SIZES) as cache:
+        cache.save(range(TOKENS), [bytes(BYTES)])
+    with Cache(url, model="one", **SIZES) as cache:
+        assert cache.find(range(TOKENS)) == TOKENS
+    assert os.listdir(tmp_path) == [unquote(name)]
+
+
+@pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\rb", "a%00b", "a\ud800"])
+def test_characters_that_no_folder_has(tmp_path: Path, name: str) -> None:
+    """Characters that a parser of URLs would leave out, and those that no system takes in a name, are refused, and no other
+    folder is made."""
+    with pytest.raises(StoreError, match="no path or name"):
+        Cache(f"disk://{tmp_path}/{name}", model="one", **SIZES)
+    assert not os.listdir(tmp_path)

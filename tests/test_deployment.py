@@ -164,7 +164,7 @@ CANNOT_RUN = [
     (server_of(role="prefill", replicas=0), "replicas"),
     (server_of(surge=-1), "surge"),
     ({**server_of(), "autoscaling": {"namespaceLabel": "a-b"}}, "namespaceLabel"),
-    # What the chart writes itself would stand twice.
+    # Keys that the chart writes itself would stand twice.
     (server_of(pod={"securityContext": {}}), "securityContext"),
     (server_of(pod={"volumes": []}), "volumes"),
     (routers(pod={"terminationGracePeriodSeconds": 5}), "terminationGracePeriodSeconds"),

@@ -24,7 +24,7 @@ from foreword.cli.main import app
 from foreword.store.urls import check_stores
 
 CONTAINERFILE = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
-# What the installed product does: a prefix that was saved is found.
+# The installed product finds a prefix that it has saved.
 _CACHE = """
 import sys
 from foreword import Cache

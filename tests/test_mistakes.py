@@ -211,7 +211,7 @@ SERVE = [
     ("--peer host:99999", "'host:99999' is not a peer"),
     ("--kernels triton --device cpu", "engine.kernels is triton, which needs --device cuda"),
     ("--otlp-endpoint http://", "--otlp-endpoint takes a URL"),
-    # What was meant in another unit, place or form
+    # Values in another unit, place or form
     ("--kv-memory 50", "engine.kv_memory (--kv-memory) is '50'; write auto, a size"),
     ("--store disk://{folder}/x&size=1GiB", "disk://{folder}/x: options begin with '?', so write ?size="),
     ("--store s3:///path", "names no bucket; write s3://BUCKET/PATH"),

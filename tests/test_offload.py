@@ -90,12 +90,12 @@ class Device:
     """Blocks of one layer, and an offload manager over stores."""
 
     def __init__(self, *stores: Store, slots: int = 32) -> None:
+        store = stores[0] if isinstance(stores[0], TieredStore) else TieredStore(stores)
         draw = torch.Generator().manual_seed(1)
         self.blocks = torch.randn(BLOCKS, LAYOUT.block_bytes // 4, generator=draw)
         self.computed = self.blocks.clone()
-        self.offload = EngineStores(
-            TieredStore(stores), StagingArena([[self.blocks]], slots), [LAYOUT], lookup_timeout=PATIENCE
-        )
+        arena = StagingArena([[self.blocks]], slots)
+        self.offload = EngineStores(store, arena, [LAYOUT], lookup_timeout=PATIENCE)
 
     def keys(self, chain: int, count: int) -> list[bytes]:
         return chain_keys(ROOT, [chain] * 16 * count, 16)
@@ -831,6 +831,32 @@ def test_an_erasure_outlasts_a_read_that_hangs(
     assert not any(fast.present(device.names(0, 4), deadline=soon()))
     erasures, load, task = weakref.ref(load.read), None, None
     device.wait(lambda: gc.collect() >= 0 and erasures() is None)
+
+
+class Deferring(TieredStore):
+    """A store with a tier that gets blocks late, which notes what is dropped of them."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__([store])
+        self.defers, self.dropped = True, list[Name]()
+
+    def drop_deferred(self, names: Sequence[Name]) -> None:
+        self.dropped += names
+
+
+def test_blocks_that_nothing_continues() -> None:
+    """Blocks that nothing continues are not written where they wait, and stay where they are written. Those that a client has
+    dropped are deleted."""
+    device = Device(store := Deferring(MemoryStore(1 << 20)))
+    for chain in range(3):
+        device.save(chain, 4 * chain, 4)
+    assert device.offload.flush(PATIENCE)
+    device.offload.retire(lambda: device.names(0, 4), drop=False)
+    device.offload.retire(lambda: device.names(1, 4), drop=True)
+    device.offload.later(lambda: None).result(PATIENCE)
+    assert store.dropped == device.names(0, 4)
+    assert [store.lookup(device.names(chain, 4), deadline=soon()) for chain in range(3)] == [4, 0, 4]
+    device.offload.close()
 
 
 def test_blocks_that_no_tier_stores_count_as_failed(made: Callable[..., Device]) -> None:

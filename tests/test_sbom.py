@@ -12,7 +12,7 @@ from pathlib import Path
 import foreword
 
 PROGRAM = Path(__file__).parents[1] / "packages" / "sbom.py"
-# What a user may take along without giving away sources of his own.
+# Licences of what a user may pass on without giving away sources of his own.
 _PERMISSIVE = re.compile(
     r"Apache|MIT|BSD|ISC|PSF|Python Software Foundation|MPL|Mozilla|Zlib|CC0|CNRI|BSL|LLVM", re.IGNORECASE
 )

@@ -193,7 +193,7 @@ class Started:
     most: str
 
 
-# What starts threads or processes.
+# Calls that start threads or processes.
 STARTS = ("Thread", "Timer", "ThreadPoolExecutor", "ProcessPoolExecutor", "Process", "start_new_thread", "Pool")
 
 
@@ -241,7 +241,7 @@ def test_the_page_lists_all_threads() -> None:
     assert others - {"store/background.py"} == listed
 
 
-# What excludes threads, or coroutines, from each other.
+# Classes that exclude threads, or coroutines, from each other.
 LOCKS = ("Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore")
 
 
@@ -272,7 +272,7 @@ def test_the_page_lists_all_locks(title: str, module: str) -> None:
 # Words of leases, and those that stood for it once; with forms.
 LEASED = "Leases?|Leased|Retentions?|Pins|Pinned|Pinning|Prefetch|Prefetches"
 OTHER = "Held|Hold|Kept|Keep|Keeps|Loan|Lent|Reserved|Reservation|Borrowed|Parked"
-# What serves requests, or measures, and has no KV itself.
+# Packages that serve requests, or measure, and have no KV themselves.
 WITHOUT_KV = ("api", "conformance", "referee", "router", "router_extras", "routing", "sim")
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import httpx
 
-START_SECONDS = 240.0
+START_SECONDS = 900.0
 REQUEST_SECONDS = 600.0
 
 

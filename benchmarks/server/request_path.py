@@ -92,7 +92,7 @@ def main() -> None:
     threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
-    # What is done once, such as loading a compiled library, belongs to the warm-up, also what its blocks do behind its answer.
+    # Work that is done once, as loading a compiled library, belongs to the warm-up, and so do its blocks behind its answer.
     chat(url, f"warm-up {TEXT}")
     engine._parts.flush(60)
     found = {"computed": functions_of(lambda: chat(url, TEXT))}

@@ -7,9 +7,10 @@ request. The last `Delta` has a `finish_reason`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Final, Literal, cast
 
 from foreword.blocks.leases import Lease
 from foreword.blocks.retention import Retention, RetentionAnswer
@@ -36,6 +37,7 @@ MAX_N = 128
 MAX_RETENTIONS = 16
 MAX_BAD_WORDS = 256
 _SHOWN_TEXT = 60
+_HALF: Final = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,9 @@ class SamplingParams:
             raise BadRequest("a stop string must not be empty", param="stop")
         if self.allowed_token_ids == ():
             raise BadRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")
+        for name in ("stop", "bad_words"):
+            if any(map(_HALF.search, getattr(self, name))):
+                raise BadRequest(f"{name} has half of a character, which no text has", param=name)
         if any(not text for text in self.bad_words) or len(self.bad_words) > MAX_BAD_WORDS:
             raise BadRequest(f"bad_words must be at most {MAX_BAD_WORDS} texts, none of them empty", param="bad_words")
 

@@ -383,8 +383,10 @@ class Scheduler:
         Returns those admitted for the first time. One whose prompt was computed elsewhere has nothing to compute until the
         token that came with it (`transferred.token`) is appended.
         """
-        self._unsettled.release()
-        self.prefetches.collect()
+        if self._unsettled:
+            self._unsettled.release()
+        if self.prefetches:
+            self.prefetches.collect()
         done = [sequence for sequence, external in self.waiting_for_kv.items() if external.done]
         return [sequence for sequence in done if self.collect_one(sequence)]
 

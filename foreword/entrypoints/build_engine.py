@@ -249,11 +249,7 @@ def _models_with_names(stores: StoreConfig, keys: StoreKeys | None) -> set[str]:
 
 
 def _retire(offload: EngineStores, pins: StorePins, tenant: bytes, alone: Alone) -> None:
-    unneeded = partial(pins.unneeded, tenant_digest(tenant), alone.root, alone.keys)
-    if alone.drop:
-        offload.delete(unneeded)
-    else:
-        offload.drop_deferred(unneeded)
+    offload.retire(partial(pins.unneeded, tenant_digest(tenant), alone.root, alone.keys), drop=alone.drop)
 
 
 def _in_namespace(

@@ -33,6 +33,8 @@ _EARLIER_VOLATILE = {
 }
 # Packages whose classes are no part of a model.
 _LIBRARIES = {"torch", "transformers", "foreword", *sys.stdlib_module_names}
+# Attributes that every module has: its tensors and hooks, which count by themselves.
+_OF_MODULES = frozenset(vars(nn.Module()))
 _in_no_file: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
 
@@ -82,7 +84,7 @@ def code_of(kind: Any) -> list[bytes]:
         kind = kind.func
     kind = kind if hasattr(kind, "__qualname__") else type(kind)
     package = str(kind.__module__).partition(".")[0]
-    if package in _LIBRARIES:
+    if is_of_library(kind):
         return []
     try:
         file = inspect.getfile(kind)
@@ -91,6 +93,31 @@ def code_of(kind: Any) -> list[bytes]:
         return [repr(place).encode(), *sorted(hashlib.sha256(Path(one).read_bytes()).digest() for one in (file, *more))]
     except (OSError, TypeError):
         return [_in_no_file.setdefault(kind, os.urandom(32))]
+
+
+def is_of_library(kind: Any) -> bool:
+    """Whether a class or function is of a package whose code is no part of a model."""
+    return str(kind.__module__).partition(".")[0] in _LIBRARIES
+
+
+def own_attributes(module: nn.Module) -> str:
+    """A module's attributes that are numbers, texts and collections of them, such as an active adapter's name and scale."""
+    return repr([(name, _plain(one)) for name, one in sorted(vars(module).items()) if name not in _OF_MODULES])
+
+
+def _plain(value: object) -> object:
+    """A value without addresses: of objects only the type counts."""
+    if isinstance(value, Mapping):
+        return sorted(((str(key), _plain(one)) for key, one in value.items()), key=repr)
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(one) for one in value), key=repr)
+    return (
+        value
+        if value is None or isinstance(value, bool | int | float | complex | str | bytes)
+        else type(value).__name__
+    )
 
 
 def fixed_rope_length(text: Any) -> int | None:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple, cast
@@ -28,7 +28,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.errors import BadRequest, ForewordError, ModelUnsupported
-from foreword.integrations.model_identity import code_of, fingerprint_model, fixed_rope_length
+from foreword.integrations.model_identity import (
+    code_of,
+    fingerprint_model,
+    fixed_rope_length,
+    is_of_library,
+    own_attributes,
+)
 from foreword.store.engine_store import BATCH_BLOCKS, EngineStore
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier_counters import LookupOutcome
@@ -50,7 +56,7 @@ class _ModelKV(NamedTuple):
 
     Attributes:
         state: what tells that the model has changed since: configuration, memory and versions of its tensors, attention,
-            hooks, KV of a probe.
+            hooks, attributes (`_mark`), KV of a probe.
         digest: of the weights, the configuration, attention, hooks, and the KV of the probe, bit for bit.
         layers, dtype, devices: of its KV.
         longest: sequences are shorter than this. The rotary embedding of longer ones is another. 0: there is no limit.
@@ -66,8 +72,10 @@ class _ModelKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of `generate()`: the prompts, the first column of each, and the cache that has their KV by column."""
+    """A call of `generate()`: the model when it began, the prompts, the first column of each, and the cache with their KV by
+    column."""
 
+    kv: _ModelKV
     prompts: list[list[int]]
     starts: list[int]
     cache: Any
@@ -205,7 +213,7 @@ class AttachedStore:
             self._join([rows[tuple(prompt)][0] for prompt in prompts], input_ids.shape[1] - 1, cache)
             if generation.num_beams == 1:  # the cache of beams does not say which rows they are
                 pad = getattr(generation, "_pad_token_tensor", None)
-                self._calls.last = _Call(prompts, starts, cache, None if pad is None else int(pad))
+                self._calls.last = _Call(self._kv, prompts, starts, cache, None if pad is None else int(pad))
 
     def save_answers(self, output: Any) -> None:
         """Save the blocks that end in the answers of this thread's call. Layers that keep a window only have lost them."""
@@ -214,6 +222,8 @@ class AttachedStore:
             return
         sequences = getattr(output, "sequences", output)[:, : int(call.cache.get_seq_length())].tolist()
         with self._lock:
+            if not self._unchanged(self._model(), call.kv):
+                return
             for row, (prompt, start, sequence) in enumerate(zip(call.prompts, call.starts, sequences, strict=True)):
                 tokens = sequence[start:]
                 while len(tokens) > len(prompt) and tokens[-1] == call.pad:
@@ -239,6 +249,13 @@ class AttachedStore:
         except ForewordError as error:
             raise _Obstacle(error.message) from error
 
+    def _unchanged(self, model: Any, kv: _ModelKV) -> bool:
+        """Whether the model is still what it was: what it computed while weights changed is no one's. Counted if not."""
+        same = kv is self._kv and kv.state[:-2] == _mark(model)
+        if not same:
+            self.not_used["the model changed during the call, so nothing was saved"] += 1
+        return same
+
     def _row(self, model: Any, prompt: Sequence[int], deadline: float, chunk: int | None) -> tuple[list[Pair], int]:
         """The KV of a prompt but its last token, `[kv_heads, tokens, dim]` by layer, and how many tokens of it were loaded."""
         cache, keys = DynamicCache(), self._chains.keys(prompt[:-1])
@@ -247,7 +264,8 @@ class AttachedStore:
         for part in torch.split(rest, chunk or rest.shape[1], dim=1) if rest.numel() else ():
             _forward(model, part, cache)
         kv = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
-        self._save(kv, keys, found, deadline)
+        if found < len(keys) and self._unchanged(model, self._kv):
+            self._save(kv, keys, found, deadline)
         return kv, found * self._block_size
 
     def _join(self, rows: Sequence[list[Pair]], length: int, cache: Any) -> None:
@@ -366,26 +384,42 @@ def _identify(model: Any) -> _ModelKV:
     ids = (
         torch.arange(1, 37 * _PROBE_TOKENS, 37, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     )
+    mark = _mark(model)
     cache = _forward(model, ids, DynamicCache())
-    tensors = [*model.parameters(), *model.buffers()]
-    versions = tuple((one.data_ptr(), 0 if one.is_inference() else one._version, one.dtype) for one in tensors)
-    settings = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    state = (settings, versions, *_code(model), _digest(cache))
+    state = (*mark, _versions(model.buffers()), _digest(cache))
     kv = _known.get(model)
     if kv is None or kv.state != state:
         kv = _known[model] = _inspect(model, ids, cache, state)
     return kv
 
 
-def _code(model: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
-    """The name of a model's attention, and functions of other origin that compute KV, by place: that attention, and hooks. The
-    probe does not show what they do to later tokens only."""
+def _mark(model: Any) -> tuple[Any, ...]:
+    """A part of a model's state that no forward pass changes, and that tells changes without computing anything. Buffers that
+    are in no checkpoint are left out: some models make new ones for each length."""
+    tensors = [*model.parameters()]
+    for module in model.modules():
+        kept = module._buffers.keys() - module._non_persistent_buffers_set
+        tensors += [one for name, one in module._buffers.items() if name in kept and one is not None]
+    return json.dumps(model.config.to_dict(), sort_keys=True, default=str), _versions(tensors), *_code(model)
+
+
+def _versions(tensors: Iterable[Tensor]) -> tuple[tuple[int, int, torch.dtype], ...]:
+    return tuple((one.data_ptr(), 0 if one.is_inference() else one._version, one.dtype) for one in tensors)
+
+
+def _code(model: Any) -> tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]:
+    """The name of a model's attention; functions of other origin that compute KV, by place: that attention, hooks, and methods
+    that were replaced; attributes of modules of other origin, such as the active adapter. The probe does not show what they do
+    to other or later tokens only."""
     attention = model.config._attn_implementation
-    found = [(attention, ALL_ATTENTION_FUNCTIONS.get(attention))]
+    found, attributes = [(attention, ALL_ATTENTION_FUNCTIONS.get(attention))], []
     for name, module in model.named_modules():
         found += [(name, one) for one in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
+        found += [(name, vars(module)["forward"])] if "forward" in vars(module) else []
+        if not is_of_library(type(module)):
+            attributes.append(f"{name} {own_attributes(module)}")
     own = (one for one in found if not str(getattr(one[1], "__module__", "transformers.")).startswith("transformers."))
-    return attention, tuple(own)
+    return attention, tuple(own), tuple(attributes)
 
 
 def _digest(cache: Any) -> bytes:
@@ -405,8 +439,9 @@ def _inspect(model: Any, ids: Tensor, cache: Any, state: tuple[Any, ...]) -> _Mo
     for one, two in zip(layers, other.layers, strict=True):
         if not torch.allclose(one.keys[:, :, :half], two.keys[:, :, :half], 1e-2, 1e-2):
             raise ModelUnsupported("the KV of a prefix depends on the tokens behind it")
-    *_, attention, functions, probe = state
+    *_, attention, functions, attributes, _, probe = state
     code = repr((attention, [(name, code_of(one)) for name, one in functions])).encode()
+    code += repr(attributes).encode() if attributes else b""
     digest = sha256(b"foreword/transformers\x00" + fingerprint_model(model) + probe + code).digest()
     return _ModelKV(
         state,

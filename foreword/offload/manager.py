@@ -412,11 +412,8 @@ class OffloadManager:
 
     def _count_usable(self, frames: Iterable[Frame], groups: Sequence[int]) -> int:
         """How many of these frames of blocks, up to the first that is not, are as long as the blocks are and not encoded."""
-        lengths = (self._staging.block_bytes[group] for group in groups)
-        fits = (
-            frame.header.codec == RAW and frame.header.length == size
-            for frame, size in zip(frames, lengths, strict=False)
-        )
+        lengths, heads = (self._staging.block_bytes[group] for group in groups), (frame.header for frame in frames)
+        fits = (one.codec == RAW and one.length == size for one, size in zip(heads, lengths, strict=False))
         return sum(1 for _ in itertools.takewhile(bool, fits))
 
     def _is_slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:
@@ -563,9 +560,11 @@ class OffloadManager:
 
         return self.later(work)
 
-    def drop_deferred(self, names: Callable[[], Sequence[Name]]) -> None:
-        """Nothing continues these blocks: tiers that hold them back do not write them."""
-        if self.store.defers:
+    def retire(self, names: Callable[[], Sequence[Name]], *, drop: bool) -> None:
+        """Nothing continues these blocks: tiers that hold them back do not write them. With `drop` delete them."""
+        if drop:
+            self.delete(names)
+        elif self.store.defers:
             self.later(lambda: self.store.drop_deferred(names()))
 
     def describe(self, model: str, fingerprint: bytes, groups: Sequence[KVGroup], key_size: int = 0) -> Future[None]:

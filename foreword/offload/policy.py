@@ -21,9 +21,7 @@ _LOCAL: Final = 8
 _LOCAL_FIRST: Final = 40
 _REMOTE_FIRST: Final = 4
 _FIXED_WEIGHT: Final = 0.3
-_FIXED_LIFETIME: Final = (
-    60.0  # seconds until a measurement expires; then a load that the first value allows is tried again
-)
+_FIXED_LIFETIME: Final = 60.0  # seconds until a measurement expires: what the first value allows is tried again
 
 
 def search_seconds(configured: float, compute_seconds: float | None) -> tuple[float, float]:

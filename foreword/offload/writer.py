@@ -229,10 +229,6 @@ class WriteBehind:
                 return
         batch.pool.give(batch.slots)
 
-    def _is_crowded(self) -> bool:
-        """Whether promotions hold so many slots that they are written although blocks are being loaded."""
-        return sum(len(one.slots) for one in self._batches if one.promotion) > self._max_promotion_slots
-
     def drop_stored(self, pool: StagingSlots) -> bool:
         """Drop the newest batch in slots of `pool` that is not being written and whose blocks a tier has: a slower tier gets
         the first blocks of chains, without which no lookup finds the rest. A promotion is postponed. False if there is none."""
@@ -345,7 +341,9 @@ class WriteBehind:
             while True:
                 mine = [batch for batch in self._batches if tier in batch.pending]
                 wait = self._pause(mine)
-                crowded = bool(wait) and self._is_crowded()
+                # Promotions that hold very many slots are written although blocks are being loaded.
+                promoted = sum(len(one.slots) for one in self._batches if one.promotion) if wait else 0
+                crowded = promoted > self._max_promotion_slots
                 due = [one for one in mine if not wait or not one.promotion or (crowded and not one.postponed)]
                 if taken := self._claim(tier, due):
                     return taken

@@ -409,6 +409,9 @@ class _Erasure:
             # One that does not answer is not asked twice.
             if tier in self._store.record_tiers and self._place(tier).outcome not in _REFUSED:
                 self._remove_records(tier, wanted)
+                for layout, root in prefixes if self._done(tier) else ():
+                    until = time.monotonic() + SCAN_WITHIN
+                    any(stream(tier, partial(tier.store.sync_deletions, layout, root, deadline=until)))
 
         self._each(self._tiers, work)
 

@@ -441,11 +441,12 @@ async def _first_answer(
 
 
 def _worth(pool: TokenizingPool, size: int, found: KnownPrefix | None) -> float:
-    """Seconds that it is worth to wait for tokens: the time to compute what is not known yet, of a body of `size` bytes."""
+    """Seconds that it is worth to wait for tokens: the time to compute what is not known yet, of a body of `size` bytes. What
+    follows a whole known prompt is new everywhere, so a conversation's next turn waits for no hit."""
     if found is None:
         return pool.worth_waiting(size // _BYTES_PER_TOKEN, 0)
     known = min(len(found.tokens), found.total)
-    return pool.worth_waiting(found.total - known, known)
+    return pool.worth_waiting(0 if found.exact else found.total - known, known)
 
 
 def _learn_late(known: KnownPrompts, chain: PromptChain, pending: asyncio.Future[array[int] | None]) -> None:
@@ -455,10 +456,12 @@ def _learn_late(known: KnownPrompts, chain: PromptChain, pending: asyncio.Future
 
 
 def _without_tokens(request: GenerateRequest, chain: PromptChain | None, found: KnownPrefix | None) -> TokenizedPrompt:
-    """A prompt by its known part, or else as text."""
+    """A prompt by its known part, or else as text. Replicas' events do not tell where text was sent; its bytes do."""
     if found is not None and found.tokens:
         return TokenizedPrompt(found.tokens, "known", chain, found.total, found.held)
-    return TokenizedPrompt(text_as_tokens(request), "text", chain)
+    text = text_as_tokens(request)
+    held = {one: len(text) * known // found.total for one, known in found.held.items()} if found is not None else {}
+    return TokenizedPrompt(text, "text", chain, held=held)
 
 
 def text_as_tokens(request: GenerateRequest) -> array[int]:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 _LINE: Final = re.compile(
     r"^(vllm:(?:num_requests_running|num_requests_waiting|cache_config_info|kv_cache_usage_perc)"
-    r"|foreword:(?:blocks|blocks_free|blocks_cached|blocks_pinned)"
-    r"|foreword:tier_(?:bytes|budget_bytes|blocks|pinned_bytes|open)"
     r"|foreword:model_info|vllm:foreword_model_info|process_start_time_seconds)(\{.*\})?\s+(\S+)$",
     re.MULTILINE,
 )
 # Metrics of Foreword's servers, and of vLLM servers with Foreword's connector.
 _MODEL_INFO: Final = ("foreword:model_info", "vllm:foreword_model_info")
 _CONNECTOR: Final = "vllm:foreword_"
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Lines about the KV memory of a Foreword server are kept for the dashboard, so many.
+_MEMORY: Final = re.compile(
+    r"^foreword:(?:blocks(?:_free|_cached|_pinned)?|tier_(?:bytes|budget_bytes|blocks|pinned_bytes|open))[{ ].{0,1000}$",
+    re.MULTILINE,
+)
+_MOST_LINES: Final = 256
+LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,7 @@ class ReplicaMetrics:
         requests: requests that run or wait there, from any client.
         capacity_tokens: capacity of its KV memory.
         usage: share of its blocks in use by requests.
-        device: device blocks of a Foreword server: all, free, cached, pinned.
-        tiers: its store tiers, in its own order.
+        memory: lines about its blocks and tiers.
         fingerprint: of its weights.
         has_connector: it is a vLLM server with Foreword's connector, which publishes the fingerprint with its first step.
         started: when its process started, in seconds since 1970.
@@ -39,8 +42,7 @@ class ReplicaMetrics:
     block_size: int | None = None
     capacity_tokens: int | None = None
     usage: float | None = None
-    device: dict[str, float] | None = None
-    tiers: tuple[dict[str, Any], ...] = ()
+    memory: tuple[str, ...] = ()
     fingerprint: str | None = None
     has_connector: bool = False
     started: float | None = None
@@ -52,7 +54,6 @@ UNKNOWN: Final = ReplicaMetrics()
 def parse_metrics(text: str) -> ReplicaMetrics:
     """Parse a server's `/metrics`. Numbers of several engines are added up; `usage` is their mean."""
     values: dict[str, float] = {}
-    tiers: dict[str, dict[str, float]] = {}
     # By engine: a data-parallel vLLM server has several.
     configs: dict[str, dict[str, str]] = {}
     usages: list[float] = []
@@ -62,11 +63,9 @@ def parse_metrics(text: str) -> ReplicaMetrics:
             value = float(number)
         except ValueError:
             continue
-        labels = dict(_LABEL.findall(given))
+        labels = dict(LABEL.findall(given))
         if name == "vllm:cache_config_info":
             configs.setdefault(labels.get("engine", ""), labels)
-        elif name.startswith("foreword:tier_"):
-            tiers.setdefault(labels.get("tier", ""), {})[name.removeprefix("foreword:tier_")] = value
         elif name in _MODEL_INFO:
             # The series of weights that were replaced in place is 0.
             fingerprints |= {labels.get("fingerprint", "")} if value == 1 else set()
@@ -82,8 +81,7 @@ def parse_metrics(text: str) -> ReplicaMetrics:
         size,
         size * sum(one or 0 for one in blocks) if size is not None and any(blocks) else None,
         sum(usages) / len(usages) if usages else None,
-        _device(values),
-        tuple(_tier(label, tiers[label]) for label in tiers),
+        tuple(_MEMORY.findall(text)[:_MOST_LINES]),
         # Engines with different weights are one replica, and nothing is the same as that.
         next(iter(fingerprints)) or None if len(fingerprints) == 1 else None,
         _CONNECTOR in text,
@@ -94,25 +92,3 @@ def parse_metrics(text: str) -> ReplicaMetrics:
 def _number(text: str | None) -> int | None:
     found = int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else 0
     return found or None
-
-
-def _device(values: dict[str, float]) -> dict[str, float] | None:
-    if not {"foreword:blocks", "foreword:blocks_free", "foreword:blocks_cached"} <= values.keys():
-        return None
-    return {
-        "all": values["foreword:blocks"],
-        "free": values["foreword:blocks_free"],
-        "cached": values["foreword:blocks_cached"],
-        "pinned": values.get("foreword:blocks_pinned", 0.0),
-    }
-
-
-def _tier(label: str, values: dict[str, float]) -> dict[str, Any]:
-    return {
-        "tier": label,
-        "held": values.get("bytes", 0.0),
-        "budget": values.get("budget_bytes", 0.0),
-        "blocks": values.get("blocks", -1.0),
-        "pinned": values.get("pinned_bytes", 0.0),
-        "open": bool(values.get("open")),
-    }

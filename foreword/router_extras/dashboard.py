@@ -16,6 +16,7 @@ from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
 from foreword.router_extras.fleet_overview import answers_of, decisions_of, misses_of, of_fleet, prefixes_of
+from foreword.router_extras.replica_memory import memory_of
 
 _SHOWN_DECISIONS: Final = 20
 _SHOWN_CANDIDATES: Final = 4
@@ -87,6 +88,7 @@ def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
     # Costs of a replica that was never used are assumed.
     learned = replica is not None and math.isfinite(replica.learned_at) and replica.cost_model.prefill_measured
     prefill = replica.cost_model.costs.prefill if replica is not None and learned else None
+    device, tiers = memory_of(upstream.metrics.memory)
     return {
         "replica": upstream.url,
         "role": upstream.spec.role,
@@ -99,7 +101,7 @@ def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
         "kv_events": bool(upstream.info and upstream.info.event_sources),
         "speed": round(1 / prefill) if prefill else None,
         "usage": upstream.metrics.usage,
-        "device": upstream.metrics.device,
-        "tiers": upstream.metrics.tiers,
+        "device": device,
+        "tiers": tiers,
         **answers_of(upstream.recent),
     }

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from foreword.ledger import UsageLedger
     from foreword.observability.tracing import Tracer
     from foreword.routing.cost_kinds import CostKinds
+    from foreword.routing.fleet import Disaggregation
     from foreword.tokens.tokenizer import Tokenizer
 
 
@@ -87,8 +88,8 @@ class InstalledExtras(RouterExtras):
     def warm_up(self, auth: RouterAuth, metrics: RouterMetrics, seconds: float) -> PrefixWarmUp:
         return PrefixWarmUp(auth, metrics, seconds)
 
-    def disaggregation(self, min_tokens: int) -> DisaggregationPolicy:
-        return DisaggregationPolicy(min_tokens=min_tokens)
+    def disaggregation(self, min_tokens: int) -> Disaggregation:
+        return DisaggregationPolicy(min_tokens=min_tokens).choose
 
     async def prefilled(self, proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:
         return await disaggregated.prefilled(proxied, attempt, prefill)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
 from foreword.routing.cost_kinds import CostKinds, Measurement
@@ -172,18 +172,9 @@ class PlacedRequest(SentRequest):
         self.decoding.load.finished(self, now)
 
 
-class Disaggregation(Protocol):
-    """When prompts are computed on another replica than the one that decodes (`disaggregation.DisaggregationPolicy`)."""
-
-    def choose(
-        self,
-        query: PlacementQuery,
-        prefill: Sequence[Candidate],
-        decode: Sequence[Candidate],
-        policy: Policy,
-        home: str | None = None,
-    ) -> Decision:
-        """A decision; its `prefill` is set if two replicas share the request."""
+# Decides whether a prompt is computed on another replica than the one that decodes, given the replicas for either, and the name
+# of the session's (`disaggregation.DisaggregationPolicy.choose`).
+Disaggregation = Callable[[PlacementQuery, Sequence[Candidate], Sequence[Candidate], Policy, str | None], Decision]
 
 
 class Fleet:
@@ -354,7 +345,7 @@ class Fleet:
         if len(decode) == len(candidates) or self.disaggregation is None:
             return self.policy.choose(query, decode, home)
         prefill = [one for one in candidates if self.replicas[one.name].role != "decode"]
-        return self.disaggregation.choose(query, prefill, decode, self.policy, home)
+        return self.disaggregation(query, prefill, decode, self.policy, home)
 
     def candidates(
         self, query: PlacementQuery, now: float, unsuited: Mapping[str, str] = NO_REASONS

@@ -127,7 +127,9 @@ class _Simulation:
         self.agenda: list[tuple[float, int, str, SimulatedReplica | Callable[[], None]]] = []
         self.outcomes = [RequestOutcome(request) for request in trace]
         chosen = policy_named(policy) if isinstance(policy, str) else policy
-        self.fleet = Fleet(chosen, directory=Directory(4 * self._all_blocks()), disaggregation=DisaggregationPolicy())
+        self.fleet = Fleet(
+            chosen, directory=Directory(4 * self._all_blocks()), disaggregation=DisaggregationPolicy().choose
+        )
         tokens = self.specs[""].shared_tokens
         self.shared = [SimulatedTier(CacheTier.SHARED, tokens // spec.block_size)] if tokens else []
         self.replicas: dict[str, SimulatedReplica] = {}

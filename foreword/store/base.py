@@ -320,6 +320,11 @@ class Store(Protocol):
         except StoreError as error:
             yield Erased.failed(error)
 
+    def sync_deletions(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[None]:
+        """Make what was deleted with this layout and roots that begin with these bytes, and of these tenants' records, stay so
+        after a loss of power, in steps. Raises StoreError. A store that is no folder of this machine has nothing to do."""
+        return iter(())
+
     def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
         """Delete blocks as `erase_steps` does. Returns how many were there. Raises StoreError if some may be left."""
         steps = list(self.erase_steps(layout, root, deadline=deadline))

@@ -337,9 +337,8 @@ class TieredStore(Store):
         """The tier into whose slots blocks of this one are read, so that it has them without a copy: the only one to which they
         are promoted, if it takes all blocks and reserves slots."""
         faster = [self.tiers[index] for index in self.promotion_targets(tier)]
-        return (
-            faster[0] if len(faster) == 1 and not faster[0].selective and faster[0].store.memory is not None else None
-        )
+        takes = len(faster) == 1 and not faster[0].selective and faster[0].store.memory is not None
+        return faster[0] if takes else None
 
     def drop_deferred(self, names: Sequence[Name]) -> None:
         """Nothing continues these blocks: what a tier defers of them is not written."""

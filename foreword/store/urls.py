@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 _LOCATION: Final = "location/id"
 _LOCATION_SECONDS: Final = 5.0
 _OPTION: Final = re.compile(r"&(\w+)=")
+# Zero bytes, and halves of characters but those that stand for bytes which are no text.
+_NO_NAME: Final = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 _RAW: Final = "raw"  # no codec
 _CODECS: Final = "foreword.store.codec:CODECS"
 _RULE: Final = "foreword.store.tier_admission:AdmissionRule"
@@ -44,7 +46,7 @@ TYPES: Final = Plugins("foreword.stores", "store type", StoreType, BuiltinTypes(
 def parse(url: str) -> StoreUrl:
     """Parse a store URL. Raises StoreConfigError."""
     parts = split_url(url)
-    if "\0" in unquote(url):
+    if _NO_NAME.search(unquote(url)) or set("\t\r\n") & set(url.strip()):
         raise StoreConfigError(f"{redacted(url)!r} has a character that no path or name has")
     if not parts.scheme:
         raise StoreConfigError(

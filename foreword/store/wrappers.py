@@ -88,6 +88,10 @@ class StoreWrapper(Store):
             return iter([Erased.failed(error)])
         return self.inner.erase_steps(layout, root, chosen=chosen, deadline=deadline)
 
+    def sync_deletions(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[None]:
+        self.before_call(deadline)
+        return self.inner.sync_deletions(layout, root, deadline=deadline)
+
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self.before_call(deadline)
         self.inner.put_record(key, data, deadline=deadline)

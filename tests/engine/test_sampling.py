@@ -462,3 +462,12 @@ def test_bad_words_do_not_come(engine: Callable[..., LLM]) -> None:
     assert text and set(text) <= {"a", "b"}
     with pytest.raises(BadRequest):
         SamplingParams(bad_words=("",))
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_half_characters(name: str) -> None:
+    """A text with half of a character is no text: it is refused before the tokenizer gets it, and takes no batch with it."""
+    for text in ("a\ud800", ["a", "\udfff"]):
+        with pytest.raises(BadRequest, match=f"{name} has half"):
+            SamplingParams(**{name: text})  # type: ignore[arg-type]
+    SamplingParams(**{name: "\ud7ff\ue000\U0001f600"})  # type: ignore[arg-type]

@@ -236,6 +236,7 @@ def chain(length: int, link: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{length}": {"type": "string"}}}
 
 
+_HALVES: list[tuple[Any, Any]] = [("regex", "a\ud800"), ("choice", ("a\ud800",)), ("grammar", 'start: "a\ud800"')]
 REFUSED: dict[str, StructuredOutput] = {
     "deep": StructuredOutput("json_schema", nested(1000)),
     "large": StructuredOutput("json_schema", {"enum": [f"value {i}" for i in range(20_000)]}),
@@ -253,6 +254,7 @@ REFUSED: dict[str, StructuredOutput] = {
     "deep EBNF": StructuredOutput("grammar", "root ::= " + "(" * 100 + '"a' + ")" * 100),
     "many rules": StructuredOutput("grammar", "".join(f"r{i} ::= r{i + 1}\n" for i in range(9000)) + 'root ::= "a"'),
     "deep grammar": StructuredOutput("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+    **{f"half a character, {kind}": StructuredOutput(kind, value) for kind, value in _HALVES},
     "no choices": StructuredOutput("choice", ()),
     "many choices": StructuredOutput("choice", tuple(f"choice {i}" for i in range(10_000))),
 }

@@ -345,6 +345,90 @@ def test_a_model_that_changes(change: str) -> None:
     shared.close()
 
 
+class _Moves(transformers.StoppingCriteria):
+    """Changes a model's weights in place, or by its state, once an answer has some tokens, as an asynchronous trainer does."""
+
+    def __init__(self, model: Any, after: int) -> None:
+        self.model, self.after, self.calls = model, after, 0
+
+    def __call__(self, tokens: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.calls += 1
+        if self.calls == self.after:
+            with torch.no_grad():
+                self.model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
+        return torch.zeros(len(tokens), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("after", [1, 20])
+def test_weights_that_change_during_an_answer(after: int) -> None:
+    """Nothing is saved of an answer during which the weights changed: neither the weights before nor those after find KV that
+    both have computed. Without a change the answer is found."""
+    model, prompt = make("llama"), ids(40)
+    before, memory = copy.deepcopy(model.state_dict()), open_store([MEMORY])
+    store = attach(model, memory)
+    moved = go(model, prompt, max_new_tokens=40, stopping_criteria=[_Moves(model, after)]).sequences
+    plain = make("llama")
+    plain.load_state_dict(model.state_dict())
+    same(go(model, moved), go(plain, moved))
+    model.load_state_dict(before)
+    same(go(model, moved), go(make("llama"), moved))
+    kept = go(model, prompt, max_new_tokens=40).sequences
+    same(go(model, kept), go(make("llama"), kept))
+    assert store.loaded_tokens == (64,)
+    assert any("changed during the call" in reason for reason in store.not_used)
+    memory.close()
+
+
+class _Adapted(torch.nn.Module):
+    """An embedding with adapters that change one token each, of which an attribute says which is active."""
+
+    def __init__(self, plain: torch.nn.Embedding) -> None:
+        super().__init__()
+        self.plain, self.active, self.num_embeddings = plain, ["none"], plain.num_embeddings
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.plain(tokens)
+        changed = (tokens == 7)[..., None] & (self.active != ["none"])
+        return torch.where(changed, found * (2.0 if self.active == ["one"] else -1.0), found)
+
+
+def test_an_attribute_that_switches_adapters() -> None:
+    """An active adapter that only an attribute names, and that changes only tokens which the probe lacks, has KV of its own:
+    switched in place, back, and in another model."""
+    model, prompt = make("llama"), torch.cat([torch.full((1, 1), 7), ids(60)], 1)
+    model.set_input_embeddings(_Adapted(model.get_input_embeddings()))
+    expected, loaded, memory = {}, [], open_store([MEMORY])
+    for active in ("none", "one", "two"):
+        model.get_input_embeddings().active = [active]
+        expected[active] = go(model, prompt)
+    store = attach(model, memory)
+    for active in ("none", "one", "two", "one", "none"):
+        model.get_input_embeddings().active = [active]
+        same(go(model, prompt), expected[active])
+        loaded.append(store.loaded_tokens[0])
+    assert loaded == [0, 0, 0, 48, 48]
+    memory.close()
+
+
+def test_a_replaced_forward() -> None:
+    """A method that was replaced on one module counts as a hook does: what it does to far tokens the probe does not show."""
+    model, prompt = make("llama"), ids(60)
+    expected = go(model, prompt)
+    store = attach(model, MEMORY)
+    same(go(model, prompt), expected)
+    layer = model.model.layers[1].self_attn.v_proj
+    plain = layer.forward
+
+    def forward(data: Tensor) -> Tensor:
+        scale = torch.ones(data.shape[1], 1)
+        scale[30:] = 1.5
+        return plain(data) * scale if data.shape[1] > 30 else plain(data)
+
+    layer.forward = forward
+    go(model, prompt)
+    assert store.loaded_tokens == (0,)
+
+
 def test_identity() -> None:
     """Other weights, salts, blocks and ways to compute attention share nothing; a copy of the model shares all."""
     prompt, shared = ids(40), open_store([MEMORY])

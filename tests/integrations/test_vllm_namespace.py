@@ -38,6 +38,7 @@ from foreword.integrations.vllm.namespace import (
 )
 from foreword.integrations.vllm_middleware.recorded_namespace import recorded
 from foreword.referee.models import KINDS, fresh_prompts
+from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
 
@@ -273,6 +274,30 @@ def test_damaged_records_are_skipped(tmp_path: Path, damage: bytes) -> None:
     with pytest.raises(BadRecord):
         NAMESPACES.decode(key, damage)
     assert choose(store, BASE, evidence()) == first
+    store.close()
+
+
+@pytest.mark.parametrize("lost", ["deleted", "damaged", "among too many"])
+def test_blocks_whose_record_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """Where the record is lost of those who saved the blocks of a namespace, a server with equal settings does not take it,
+    since nothing says that it computes the same; it finds its own again. In a store without such blocks it does."""
+    store, layout = store_in(tmp_path), Layout(b"", 16, (LayerLayout(1, 8, 8),), "float32")
+    first = choose(store, BASE, evidence(), [layout])
+    saved = dataclasses.replace(layout, model=first)
+    header = Header(saved.fingerprint, bytes(16), bytes(32), bytes(32), 0, RAW, saved.block_bytes, saved.block_bytes)
+    assert store.put([seal(header, memoryview(bytearray(saved.block_bytes + HEADER_BYTES)))], deadline=float("inf"))
+    assert choose(store, BASE, evidence(), [layout]) == first
+    [key] = store.records("namespaces/", deadline=float("inf"))
+    if lost == "deleted":
+        store.delete_record(key, deadline=float("inf"))
+    elif lost == "damaged":
+        store.put_record(key, b"{}", deadline=float("inf"))
+    else:
+        monkeypatch.setattr("foreword.integrations.vllm.namespace.NAMESPACES", dataclasses.replace(NAMESPACES, most=0))
+    other = choose(store, BASE, evidence(seed=2), [layout])
+    assert other != first
+    assert choose(store, BASE, evidence(seed=2), [layout]) == other
+    assert choose(store_in(tmp_path / "new"), BASE, evidence(seed=2), [layout]) == first
     store.close()
 
 

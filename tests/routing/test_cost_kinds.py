@@ -33,6 +33,17 @@ def test_replicas_of_unequal_speed_have_their_costs_before_a_request() -> None:
     assert kinds.of("prefill", None, "m", took(0.1)) is not fast
 
 
+@pytest.mark.parametrize("speed", [1, 2, 4])
+def test_a_short_measurement_tells_long_prompts_of_a_dense_model(speed: int) -> None:
+    """A replica of a dense model, of any speed, that has computed only the prompt with which it was measured: prompts up to
+    432,000 tokens, which take most of their time in attention, are expected to take half to twice as long as they do."""
+    true = ReplicaCosts(prefill=1.1e-4, first=0.02, attention=2e-9).slower(speed)
+    seconds = true.first + true.compute(2000, 0)
+    expected = CostKinds().of("both", None, "m", took(seconds)).costs
+    for tokens in (10_000, 100_000, 432_000):
+        assert 0.5 < expected.compute(tokens, 0) / true.compute(tokens, 0) < 2
+
+
 @pytest.mark.parametrize("measured", [None, took(0.0), took(math.inf), took(-1.0), took(math.nan), took(1.0, 0)])
 def test_without_a_measurement_costs_are_those_of_the_machine(measured: Measurement | None) -> None:
     """A replica that was not measured, or of which a number cannot be, has the costs of others of its machine, else the general

@@ -65,7 +65,7 @@ def test_an_empty_prefill_or_decode_pool() -> None:
 def test_disaggregated_prefill_moves_the_load() -> None:
     """A prefill replica computes a long prompt; its load ends with the first token, when the decode replica's
     begins."""
-    fleet = Fleet(disaggregation=DisaggregationPolicy())
+    fleet = Fleet(disaggregation=DisaggregationPolicy().choose)
     fleet.add("p", role="prefill", costs=COSTS)
     fleet.add("d", role="decode", costs=COSTS)
     waiting = query(text(9, 3000))
@@ -86,7 +86,7 @@ def test_disaggregated_prefill_moves_the_load() -> None:
 
 def test_a_prompt_is_computed_by_the_same_weights() -> None:
     """A prompt is only split between replicas that are known to have equal weights, however much faster another would be."""
-    fleet = Fleet(CostPolicy(), disaggregation=DisaggregationPolicy())
+    fleet = Fleet(CostPolicy(), disaggregation=DisaggregationPolicy().choose)
     fast = ReplicaCosts(prefill=1e-5, first=0.0, decode_each=0.0)
     for name, weights in (("prefill-1", "1"), ("prefill-2", "2"), ("prefill-unknown", None)):
         fleet.add(name, role="prefill", costs=fast, weights=weights)
@@ -99,7 +99,7 @@ def test_a_prompt_is_computed_by_the_same_weights() -> None:
 
 def test_both_roles_are_considered() -> None:
     """In a large fleet with prefill and decode replicas, a long prompt is computed on one and decoded on the other."""
-    fleet = Fleet(disaggregation=DisaggregationPolicy())
+    fleet = Fleet(disaggregation=DisaggregationPolicy().choose)
     for number in range(60):
         fleet.add(f"p{number}", role="prefill", costs=ReplicaCosts(prefill=1e-4))
         fleet.add(f"d{number}", role="decode", costs=ReplicaCosts(prefill=1e-3))
@@ -112,7 +112,7 @@ class SplitMachine(Machine):
     """Sequences of operations where prompts are split between replicas."""
 
     def made(self) -> Fleet:
-        return Fleet(disaggregation=DisaggregationPolicy())
+        return Fleet(disaggregation=DisaggregationPolicy().choose)
 
 
 TestNothingIsLeft = SplitMachine.TestCase

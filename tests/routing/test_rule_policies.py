@@ -14,14 +14,14 @@ from foreword.routing.rule_policies import RULES
 
 
 def test_they_are_found_by_name() -> None:
-    """Each is listed, and a typo is answered with similar names."""
+    """Each policy is listed, and a typo is answered with similar names."""
     assert set(RULES) < set(POLICIES)
     with pytest.raises(ConfigError, match="round-robin"):
         policy_named("roundrobin")
 
 
 def test_round_robin_takes_turns() -> None:
-    """Each available replica in turn."""
+    """Round robin places on each available replica in turn."""
     policy = policy_named("round-robin")
     fleet = [candidate("a"), candidate("b", excluded="draining"), candidate("c")]
     assert [policy.choose(query(16), fleet).replica for _ in range(4)] == ["a", "c", "a", "c"]

@@ -69,7 +69,7 @@ class KubernetesApi:
         self.absent: Counter[str] = Counter()
         # Answers in place of its own, which end with the watch or list that gets them.
         self.hostile: list[bytes] = []
-        # What each page of a list names as the next; `new` for ever new ones.
+        # The page that each page of a list names as the next; `new` for ever new ones.
         self.next_page = ""
         self.lists = self.watches = self.gone = 0
         # Annotations of pods, and all patches in order.
@@ -90,7 +90,7 @@ class KubernetesApi:
         await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=_certificate(self.folder)).start()
         return f"https://127.0.0.1:{runner.addresses[0][1]}"
 
-    # What happens in the cluster
+    # Changes in the cluster
 
     def set_token(self, token: str) -> None:
         """The kubelet writes a new token, and only this one is valid."""

@@ -1,11 +1,15 @@
 """Streams that break at every event, through a router, and whether the client has what an unbroken stream gives it.
 
-    python tests/serving/stream_campaign.py [--cuts 1000] [--only NAME] [--vllm]
+    python tests/serving/stream_campaign.py [--cuts 1000] [--only NAME] [--seed 7] [--model FOLDER] [--kills 0] [--vllm]
 
 Thirty kinds of requests to Foreword's servers; with `--vllm` those that a router continues between servers of vLLM
 (FOREWORD_VLLM_PYTHON). Each is asked once undisturbed and then with breaks: before the head, behind each event, and again soon
 after the failover. Compared are the text, calls, reasoning, token ids, log-probabilities and ending of each choice, the usage,
 that there is one id and one end, and that the router's ledger has the request once, with the usage that the client got.
+
+`--kills` asks so many streams of three processes instead, and kills the one that writes it in its middle; it is started again
+meanwhile. `--seed` is that of sampled requests, and chooses the prompt; `--model` a folder, such as of
+benchmarks/engine/random_model.py.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +56,7 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
     return TEXT, {"prompt": "import os\n", "max_tokens": 24, "temperature": 0, **USAGE, **fields}
 
 
-# Of these others than Foreword's servers continue those that `TEXTS` names.
+# Other servers than Foreword's continue those of them that `TEXTS` names.
 CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "plain": chat(),
     "ignore_eos": chat(ignore_eos=True),
@@ -104,7 +109,23 @@ CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 TEXTS = [*CASES][:18]
+_ASKED = (
+    "def area(radius): return",
+    "class Stack:",
+    "import os, sys",
+    "for line in open(path):",
+    "while True:",
+    "x = [",
+)
 _COUNTS = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
+
+
+def vary(seed: int) -> None:
+    """Let sampled requests have this seed, and all of them a prompt that it chooses; the seed 7 is as they are."""
+    asked = _ASKED[(seed - 7) % len(_ASKED)]
+    for _, body in CASES.values():
+        body.update({"seed": seed} if "seed" in body else {})
+        body.update({"messages": [{"role": "user", "content": asked}]} if "messages" in body else {})
 
 
 def heard(raw: str) -> dict[str, Any]:
@@ -187,6 +208,30 @@ class Campaign:
         self.told[request_id] = found["usage"]
         return found, answer.text.count("\n\n")
 
+    def kill(self, name: str, servers: Sequence[Mortal], chance: random.Random) -> str:
+        """Kill the server that writes a stream behind one of its events; returns a line of the report."""
+        expected, events = self.ask(name)
+        at = chance.randrange(max(events - 2, 1))
+        path, body = CASES[name]
+        request_id = f"killed-{len(self.told)}"
+        asked, limit = {"model": self._model, **body, "stream": True}, httpx.Timeout(600)
+        began, text, died = time.monotonic(), "", ""
+        with self._client.stream(
+            "POST", path, json=asked, headers={"x-request-id": request_id}, timeout=limit
+        ) as answer:
+            for piece in answer.iter_text():
+                text += piece
+                if not died and text.count("\n\n") >= at:
+                    died = answer.headers["x-foreword-route"]
+                    next(one for one in servers if died.startswith(f"{one.url}:")).die()
+        found = plain_calls(heard(text))
+        self.told[request_id] = found["usage"]
+        self.cuts += 1
+        if found != expected:
+            differs = {key: (expected[key], found[key]) for key in expected if expected[key] != found[key]}
+            self.wrong.append(f"{name} killed behind {at}: {differs}")
+        return f"| {name} | {events} | {at} | {int(found != expected)} | {time.monotonic() - began:.1f} |"
+
     def run(self, name: str, most: int) -> str:
         """Break the stream of one kind at up to this many places; returns a line of the report."""
         expected, events = self.ask(name)
@@ -231,6 +276,58 @@ class Campaign:
         return [line for line in found if line["id"] in self.told]
 
 
+class Mortal:
+    """A server that can be killed, and is started again on its port."""
+
+    def __init__(self, *flags: str) -> None:
+        self._flags = flags
+        self._process = ServerProcess(*flags)
+        self.url = self._process.wait_ready()
+
+    def die(self) -> None:
+        self._process.kill()
+        self._process = ServerProcess(*self._flags, "--port", self.url.rpartition(":")[2])
+
+    def wait_ready(self) -> None:
+        self._process.wait_ready()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def run_kills(given: argparse.Namespace, names: Sequence[str], folder: Path, flags: Sequence[str], model: str) -> int:
+    """The campaign with processes that are killed."""
+    servers = [Mortal(*flags) for _ in range(3)]
+    routed = [part for one in servers for part in ("--replica", one.url)]
+    routed += ["--policy", "round-robin", "--failures", "1000000", "--usage-ledger", str(folder / "ledger.jsonl")]
+    router = RouterProcess(*routed).wait_for(3)
+    until(lambda: weights_are_known(router), 300)
+    chance = random.Random(given.seed)
+    try:
+        campaign = Campaign(router, Scissors(), folder / "ledger.jsonl", model)
+        print("| kind | events | killed behind | wrong | s |\n|---|---:|---:|---:|---:|")
+        for number in range(given.kills):
+            print(campaign.kill(names[number * 7 % len(names)], servers, chance), flush=True)
+            for one in servers:
+                one.wait_ready()
+            until(lambda: weights_are_known(router), 300)
+        return report(campaign, router, names)
+    finally:
+        router.kill()
+        for one in servers:
+            one.kill()
+
+
+def report(campaign: Campaign, router: RouterProcess, names: Sequence[str]) -> int:
+    lines = campaign.check_bills()
+    continued = router.metric("foreword:router_continuations_total", outcome="continued")
+    print(f"{campaign.cuts} cuts of {len(names)} kinds, {continued:.0f} continuations, {len(campaign.wrong)} wrong")
+    print(f"{len(campaign.told)} requests, {lines} lines in the ledger")
+    shown = {line.partition(" (")[0]: line for line in campaign.wrong}
+    print("\n".join(line[:2000] for line in shown.values()))
+    return int(bool(campaign.wrong))
+
+
 def weights_are_known(router: RouterProcess) -> bool:
     with router.http() as client:
         return all(one.get("weights") for one in client.get("/v1/router/replicas").json()["data"])
@@ -240,8 +337,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuts", type=int, default=1000, help="of all kinds together, about")
     parser.add_argument("--only", default="", help="kinds whose name contains this")
+    parser.add_argument("--kills", type=int, default=0, help="of processes, instead of cuts")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--model", help="a folder; by default the built-in model")
     parser.add_argument("--vllm", action="store_true")
     given = parser.parse_args()
+    vary(given.seed)
     if given.vllm and "FOREWORD_VLLM_PYTHON" not in os.environ:
         parser.error("FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
     names = [name for name in (TEXTS if given.vllm else CASES) if given.only in name]
@@ -256,32 +357,28 @@ def main() -> int:
             until(server.healthy, 600)
             stop, url = server.stop, server.url
         else:
-            server, model = ServerProcess("--dtype", "float32", "--no-self-check"), "stdlib-nano"
+            flags = [given.model] if given.model else []
+            flags += ["--dtype", "float32", "--no-self-check", "--served-model-name", "stdlib-nano"]
+            if given.kills:
+                return run_kills(given, names, folder, flags, "stdlib-nano")
+            server, model = ServerProcess(*flags), "stdlib-nano"
             stop, url = server.kill, server.wait_ready()
         relays = [Relay(loop, url, scissors) for _ in range(3)]
-        flags = [part for relay in relays for part in ("--replica", relay.url)]
-        flags += ["--policy", "round-robin", "--failures", "1000000", "--usage-ledger", str(folder / "ledger.jsonl")]
-        router = RouterProcess(*flags).wait_for(3)
+        routed = [part for relay in relays for part in ("--replica", relay.url)]
+        routed += ["--policy", "round-robin", "--failures", "1000000", "--usage-ledger", str(folder / "ledger.jsonl")]
+        router = RouterProcess(*routed).wait_for(3)
         until(lambda: weights_are_known(router), 120)
         try:
             campaign = Campaign(router, scissors, folder / "ledger.jsonl", model)
             print("| kind | events | cuts | wrong | slowest, s |\n|---|---:|---:|---:|---:|")
             for name in names:
                 print(campaign.run(name, -(-given.cuts // len(names))), flush=True)
-            lines = campaign.check_bills()
-            continued = router.metric("foreword:router_continuations_total", outcome="continued")
-            print(
-                f"{campaign.cuts} cuts of {len(names)} kinds, {continued:.0f} continuations, {len(campaign.wrong)} wrong"
-            )
-            print(f"{len(campaign.told)} requests, {lines} lines in the ledger")
-            shown = {line.partition(" (")[0]: line for line in campaign.wrong}
-            print("\n".join(line[:2000] for line in shown.values()))
+            return report(campaign, router, names)
         finally:
             router.kill()
             stop()
             for relay in relays:
                 relay.close()
-    return bool(campaign.wrong)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from shared_server import until, words
 import foreword
 from foreword.dashboard.pages import PAGE, files
 from foreword.router.replica_metrics import parse_metrics
+from foreword.router_extras.replica_memory import memory_of
 
 HOSTILE_LABEL = '"<img src=x onerror=window.hacked=1>"'
 SENT = "return [...document.querySelectorAll('[data-replica]')].map((row) => row.dataset.sent)"
@@ -138,9 +139,9 @@ def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
         expected = routed.total("foreword:router_expected_cached_tokens_total", replica=replica)
         actual = routed.total("foreword:router_usage_cached_tokens_total", replica=replica)
         assert page.text(f"{card} td:nth-child(8)") == f"{actual:,.0f}{expected:,.0f} expected"
-        fill = parse_metrics(http_client.get(f"{replica}/metrics").text)
-        assert fill.device is not None
-        cached = f"{fill.device['cached']:.0f}"
+        device, _ = memory_of(parse_metrics(http_client.get(f"{replica}/metrics").text).memory)
+        assert device is not None
+        cached = f"{device['cached']:.0f}"
         page.wait(
             lambda card=card, cached=cached: page.attribute(f"{card} [data-place=device]", "data-cached") == cached
         )  # type: ignore[misc]

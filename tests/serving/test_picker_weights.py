@@ -53,7 +53,7 @@ class Fleet:
     def __init__(self, *flags: str) -> None:
         self.router = Router(_config("--replica", "http://10.0.0.1:1", *flags))
         self.pool = self.router.pools["m"] = ReplicaPool(
-            "m", self.router.config, {}, disaggregation=DisaggregationPolicy()
+            "m", self.router.config, {}, disaggregation=DisaggregationPolicy().choose
         )
         self.picker = Picker(self.router)
 

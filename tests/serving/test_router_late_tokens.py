@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import aiohttp
 import http_client
 import pytest
 from aiohttp import web
 from router_parts import Loop, RouterThread
 from scripted_replica import ScriptedReplica
 from shared_server import until
+
+from foreword.api.dialects.decode import Limits
+from foreword.api.request import GenerateRequest
+from foreword.blocks.salt import Salt
+from foreword.router.prompt_chain import prompt_chain
+from foreword.router.prompts import PromptTokenizer, TokenizedPrompt
+from foreword.router.replica_body import parse_request
+from foreword.routing.known_prompts import KnownPrompts
 
 BLOCK = 16
 TURNS, CONVERSATIONS = 6, 4
@@ -72,10 +83,12 @@ def loop() -> Loop:
 
 
 @contextmanager
-def routed(loop: Loop, count: int, *more: str) -> Iterator[tuple[RouterThread, list[CountingReplica]]]:
-    """A router in front of replicas that waits for tokens only as long as a hit can save."""
+def routed(
+    loop: Loop, count: int, *more: str, events: str = ""
+) -> Iterator[tuple[RouterThread, list[CountingReplica]]]:
+    """A router in front of replicas that waits for tokens only as long as a hit can save. `events`: where they send events."""
     replicas = [CountingReplica(loop) for _ in range(count)]
-    urls = [part for one in replicas for part in ("--replica", one.url)]
+    urls = [part for one in replicas for part in ("--replica", one.url + events)]
     router = RouterThread(*urls, "router.tokenize_patience=0", *more)
     try:
         yield router.wait_for(count), replicas
@@ -125,6 +138,17 @@ def test_no_turn_loses_its_prefix(loop: Loop, count: int, late: tuple[int, ...])
     ):
         assert lost_turns(router, replicas, late) == []
         assert router.metric("foreword:router_placed_prompts_total", source="known") >= (late == (4,)) * CONVERSATIONS
+
+
+def test_prompts_that_are_never_tokenized_find_replicas_that_send_events(loop: Loop) -> None:
+    """Conversations no prompt of which is tokenized in time, such as long ones at busy servers, find all of the turn before at
+    replicas that tell their blocks by events, and its price counts that: no event names a block of text."""
+    with routed(loop, 4, "router.tokenize_timeout=0.05", events=" events=tcp://127.0.0.1:1") as (router, replicas):
+        assert lost_turns(router, replicas, range(1, TURNS + 1)) == []
+        assert router.metric("foreword:router_placed_prompts_total", source="text") == TURNS * CONVERSATIONS
+        decided = http_client.get(f"{router.url}/v1/router/decisions?last={TURNS * CONVERSATIONS}").json()["data"]
+        found = sum(one["expected_cached_tokens"] > one["prompt_tokens"] // 2 for one in decided)
+        assert found == (TURNS - 1) * CONVERSATIONS
 
 
 def test_a_second_replica_is_asked_beside_a_silent_one(loop: Loop) -> None:
@@ -193,11 +217,12 @@ def test_tenants_do_not_find_each_others_prompts(loop: Loop) -> None:
             http_client.request("POST", f"{router.url}/v1/chat/completions", json=body, headers=headers)
 
         ask_as("alice", "one")
+        before = router.metric("foreword:router_placed_prompts_total", source="text")  # on a busy machine hers is, too
         for one in replicas:
             one.speaks(False)
         ask_as("bob", "two")
         assert router.metric("foreword:router_placed_prompts_total", source="known") == 0
-        assert router.metric("foreword:router_placed_prompts_total", source="text") == 1
+        assert router.metric("foreword:router_placed_prompts_total", source="text") == before + 1
 
 
 def test_an_erasure_forgets_known_prompts(loop: Loop) -> None:
@@ -211,3 +236,58 @@ def test_an_erasure_forgets_known_prompts(loop: Loop) -> None:
         ask(router, [*messages, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "two"}])
         [decision] = http_client.get(f"{router.url}/v1/router/decisions?last=1").json()["data"]
         assert decision["tokens_from"] == "text"
+
+
+class PoolOfSilence:
+    """A pool with a replica that refuses connections. `asked`: new tokens and those before them of each prompt that asks how
+    long to wait; it may not wait at all."""
+
+    kind: Any = "vllm"
+    model = "m"
+
+    def __init__(self) -> None:
+        self.known = KnownPrompts()
+        self.asked: list[tuple[int, int]] = []
+
+    def worth_waiting(self, tokens: int, before: int) -> float:
+        self.asked.append((tokens, before))
+        return 0.0
+
+    def tokenizing_replicas(self) -> Sequence[Any]:
+        class Upstream:
+            url, model = "http://127.0.0.1:1", "m"
+
+            class info:
+                tokenize_path = "/tokenize"
+
+        return [Upstream]
+
+
+def chat(*texts: str) -> GenerateRequest:
+    """A chat of a system prompt and these texts, by turns."""
+    said = [{"role": ("assistant", "user")[at % 2], "content": text} for at, text in enumerate(texts, 1)]
+    body = {"model": "m", "messages": [{"role": "system", "content": "rules " * 500}, *said]}
+    return parse_request("chat", json.dumps(body).encode(), Limits())
+
+
+def test_the_next_turn_waits_for_no_hit() -> None:
+    """A turn behind a prompt that is known as a whole waits for its tokens as if it added nothing, however long it is: its
+    addition was computed nowhere. A prompt that only shares a beginning waits as long as its rest takes to compute."""
+    first, tokens, pool = chat("one"), array("I", range(1000)), PoolOfSilence()
+    chain = prompt_chain(first, "m", Salt())
+    assert chain is not None
+    pool.known.learn(chain, tokens)
+
+    async def tokenize(*requests: GenerateRequest) -> list[TokenizedPrompt]:
+        async with aiohttp.ClientSession() as session:
+            tokenizer = PromptTokenizer(session, {}, 60.0)
+            try:
+                return [await tokenizer.tokenize(one, pool) for one in requests]
+            finally:
+                tokenizer.close()
+
+    turn, other = asyncio.run(tokenize(chat("one", "ok", "two " * 5000), chat("another")))
+    assert (turn.source, len(turn.tokens)) == ("known", 1000) and turn.count > 5000
+    assert other.source == "known" and 0 < len(other.tokens) < 1000
+    (added, before), (rest, shared) = pool.asked
+    assert (added, before) == (0, 1000) and rest > 0 and shared == len(other.tokens)

@@ -11,6 +11,7 @@ from aiohttp import web
 from router_parts import Loop, RouterProcess
 
 from foreword.router.replica_metrics import parse_metrics
+from foreword.router_extras.replica_memory import memory_of
 
 
 class ChunkedMetrics:
@@ -75,6 +76,27 @@ def test_metrics_of_several_engines() -> None:
     found = parse_metrics("\n".join(lines))
     assert (found.requests, found.block_size, found.capacity_tokens) == (133, 16, 24000)
     assert found.usage == pytest.approx(0.3)
+
+
+def test_memory_of_a_server() -> None:
+    """Device blocks and tiers of a Foreword server are kept as lines, in its own order, within a bound, and read when they are
+    shown: without what is no number, and without other metrics of these names."""
+    page = [
+        "foreword:blocks 100.0", "foreword:blocks_free 60.0", "foreword:blocks_cached 30.0", "foreword:blocks_pinned NaN",
+        "foreword:blocks_evicted_total 7.0",
+        *(f'foreword:tier_load_seconds_bucket{{tier="memory",le="{number}"}} 1.0' for number in range(500)),
+        'foreword:tier_bytes{tier="memory"} 5.0', 'foreword:tier_budget_bytes{tier="memory"} 8.0',
+        'foreword:tier_open{tier="disk"} 1.0', 'foreword:tier_bytes{tier="disk"} word',
+    ]  # fmt: skip
+    device, tiers = memory_of(parse_metrics("\n".join(page)).memory)
+    assert device == {"all": 100, "free": 60, "cached": 30, "pinned": 0}
+    assert [(one["tier"], one["held"], one["budget"], one["open"]) for one in tiers] == [
+        ("memory", 5, 8, False),
+        ("disk", 0, 0, True),
+    ]
+    assert memory_of(parse_metrics("foreword:blocks 1.0").memory) == (None, ())
+    kept = parse_metrics("\n".join(f'foreword:tier_bytes{{tier="{number}"}} 1' for number in range(10_000))).memory
+    assert len(kept) < 1000
 
 
 def test_weights_of_several_engines() -> None:

@@ -79,7 +79,7 @@ def test_every_action_tells_what_is_next_or_the_request_has_ended(headed: bool) 
 
 
 def test_a_client_gets_one_end() -> None:
-    """Every way ends, and gives the client one thing: an answer, an error, the end of the stream, or nothing if it has left."""
+    """Every way through the table ends, and gives its client one thing: an answer, an error, an end, or nothing if it left."""
     ends = (StreamAction.GIVE_ANSWER, StreamAction.GIVE_ERROR, StreamAction.CLOSE)
     for (state, event), transition in TABLE.items():
         given = [action for action in transition.actions if action in ends]

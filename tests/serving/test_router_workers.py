@@ -644,7 +644,7 @@ def test_an_erasure_is_not_undone_by_what_is_on_its_way(tmp_path: Path) -> None:
 
 
 def test_a_name_registered_at_two_workers_is_the_same_at_all(tmp_path: Path) -> None:
-    """Each gets the other's registration after its own: all keep the later one."""
+    """Two workers each get the other's registration after their own: all keep the later one."""
 
     async def run() -> list[Any]:
         async with Workers(tmp_path, 3) as all_of:

@@ -7,7 +7,7 @@ of the damaged block and another chain are read, stored again, and read again. T
 
 - wrong: blocks that were served with bytes that were never stored under their name,
 - crash: calls that raised,
-- late: calls that returned more than 50 ms after their deadline,
+- late: reads, lookups, puts and deletions that returned more than 50 ms after their deadline,
 - stalls: of these, calls during which a thread of this process that only sleeps was late too, so the machine was,
 - not healed: blocks that a put did not bring back,
 - sound deleted: undamaged blocks that the tier no longer had after it had been read,
@@ -45,6 +45,7 @@ from servers import RedisCluster, RedisServer, S3Server
 
 from foreword.conformance import FlakyStore, make_frames, names_of
 from foreword.conformance.flaky import Fault
+from foreword.errors import StoreError
 from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import HEADER_BYTES, Frame, frame
@@ -54,6 +55,7 @@ from foreword.store.tiered import TieredStore
 SIZE = 2000
 CALL = 1.0  # seconds until the deadline of an ordinary call
 OUTAGE = 0.15  # and of a call during an outage
+PUT = 10.0  # and of a put that must succeed
 LATE = 0.05
 WARM_UP = 200
 RECOVERY = 30.0
@@ -483,6 +485,7 @@ class Campaign:
         self.place = place
         self.chains = frames
         self.frames = [one for chain in frames for one in chain]
+        self.others = make_frames(len(frames), 6, SIZE, root=b"never stored".ljust(32))
         self.by_key = {one.header.key.hex(): one for one in self.frames}
         self.chain_of = {one.name: chain for chain in frames for one in chain}
         self.draw = random.Random(f"{seed}/{place.label}")
@@ -514,9 +517,7 @@ class Campaign:
 
     def _store_all(self) -> None:
         for chain in self.chains:
-            if self.place.writes and self._call(lambda chain=chain: self.store.put(chain, deadline=_soon(10))) != len(
-                chain
-            ):
+            if self.place.writes and self._put(chain) != len(chain):
                 self.row.notes["put"] += 1
 
     # Damaged blocks
@@ -570,7 +571,7 @@ class Campaign:
         listed = isinstance(place, PiecePlace) or not isinstance(place, PeerPlace | DiskPlace) or not self.by_key
         keys = place.objects() if listed else self._known_keys()
         if not keys:
-            # What is stored again after a fault is one block, which has a file of its own: until no block is in a piece.
+            # A block that is stored again after a fault has a file of its own, alone: until no block is in a piece.
             if isinstance(place, PiecePlace):
                 self._call(lambda: self.flaky.inner.delete(names_of(self.frames), deadline=_soon(10)))
             self._store_all()
@@ -621,7 +622,7 @@ class Campaign:
             self._reopen()
         for chain in {id(self.chain_of[one.name]): self.chain_of[one.name] for one in wanted}.values():
             if self.place.writes:
-                self._call(lambda chain=chain: self.store.put(chain, deadline=_soon(10)))
+                self._put(chain)
         missing = [one for one, data in zip(wanted, self._read(wanted), strict=True) if data is None]
         if missing:
             self._calm()
@@ -631,7 +632,7 @@ class Campaign:
         """A second attempt counts as healed where the index was rebuilt or a server was busy; it is noted."""
         if self.place.writes:
             for one in missing:
-                self._call(lambda one=one: self.store.put(self.chain_of[one.name], deadline=_soon(10)))
+                self._put(self.chain_of[one.name])
         left = sum(data is None for data in self._read(missing))
         self.row.notes["healed by the second put"] += len(missing) - left
         self.row.not_healed += left
@@ -677,11 +678,25 @@ class Campaign:
         for _ in range(6):
             self.row.faults += 1
             chain = self.draw.choice(self.chains)
-            if self.draw.random() < 0.5:
+            what = self.draw.choice(
+                ["read", "locate", "find", "put", "delete"] if self.place.writes else ["read", "locate"]
+            )
+            self.row.notes[f"in an outage: {what}"] += 1
+            if what == "read":
                 self._read(chain, OUTAGE)
+            elif what == "put":
+                self._put(chain, OUTAGE)
             else:
                 deadline = _soon(OUTAGE)
-                self._call(lambda chain=chain, by=deadline: self.store.locate(names_of(chain), deadline=by), deadline)
+                self._call(lambda what=what, chain=chain, by=deadline: self._ask(what, chain, by), deadline)
+
+    def _ask(self, what: str, chain: Sequence[Frame], deadline: float) -> None:
+        if what == "delete":  # blocks that are not there: a tier that fails must say so, and no sound one may be gone
+            with contextlib.suppress(StoreError):
+                self.store.delete(names_of(self.others), deadline=deadline)
+        else:
+            call = self.store.locate if what == "locate" else self.store.find
+            call(names_of(chain), deadline=deadline)
 
     # Calls
 
@@ -699,6 +714,10 @@ class Campaign:
             self.row.served += data is not None
             self.row.wrong += data is not None and data != one.data
         return results
+
+    def _put(self, chain: Sequence[Frame], seconds: float | None = None) -> object:
+        deadline = _soon(PUT if seconds is None else seconds)
+        return self._call(lambda: self.store.put(chain, deadline=deadline), deadline)
 
     def _call(self, call: Callable[[], object], deadline: float = 0.0) -> object:
         """Make a call; count it if it raises or is late."""

@@ -117,8 +117,8 @@ def intact(store: DiskStore, chains: Sequence[Sequence[Frame]]) -> set[bytes]:
 
 
 def set_boot(monkeypatch: pytest.MonkeyPatch, boot: str, host: str = "this host") -> None:
-    for module in (recovery, opener):
-        monkeypatch.setattr(module, "boot_of_host", lambda: (host, boot))
+    monkeypatch.setattr(recovery, "boot_id", lambda: boot)
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
 
 
 def settle(store: DiskStore) -> None:
@@ -792,6 +792,26 @@ def test_after_a_crash_of_the_machine(host: str, tmp_path: Path, monkeypatch: py
         assert present(store, lost) == [True, True, False]
         assert [number for number, held in enumerate(present(store, frames)) if not held] == [7, 39]
         assert_sound(store, tmp_path, [frames, lost], 1 << 20)
+
+
+def test_an_index_from_a_backup(tmp_path: Path) -> None:
+    """An old index in the place of a newer one, in the same boot, is compared with the files: what was stored since is found,
+    counted and evicted, so the folder does not grow beyond its size; what was evicted since is not listed."""
+    size, index = 40_000, tmp_path / "kv" / "index.sqlite"
+    first, later, last = (make_frames(seed, 24, 1000) for seed in (61, 62, 63))
+    with closing(DiskStore(tmp_path / "kv", size)) as store:
+        store.put(first, deadline=soon())
+    shutil.copy2(index, tmp_path / "backup")
+    with closing(DiskStore(tmp_path / "kv", size)) as store:
+        store.put(later, deadline=soon())
+    for path in index.parent.glob("index.sqlite*"):
+        path.unlink()
+    os.rename(tmp_path / "backup", index)
+    with closing(DiskStore(tmp_path / "kv", size)) as store:
+        settle(store)
+        assert present(store, later) == [True] * len(later)
+        store.put(last, deadline=soon())
+        assert_sound(store, tmp_path / "kv", [first, later, last], size)
 
 
 @pytest.mark.extended

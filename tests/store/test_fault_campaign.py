@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fault_campaign
 import pytest
 from fault_campaign import Campaign, MemoryPlace, PeerPlace, StallWatch, run
 
@@ -27,6 +28,12 @@ def test_the_campaign_notices_wrong_bytes() -> None:
     place = PeerPlace(other)
     row = Campaign(place, [chain], 1, StallWatch()).run(10)
     assert row.wrong > 10
+
+
+def test_the_campaign_notices_late_puts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put that returns after its deadline is reported."""
+    monkeypatch.setattr(fault_campaign, "PUT", -1.0)
+    assert Campaign(MemoryPlace(), [make_frames(1, 6, 500)], 1, StallWatch()).run(1).late > 0
 
 
 def test_the_campaign_notices_blocks_that_do_not_heal() -> None:

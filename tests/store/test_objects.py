@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import os
 import random
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import obstore
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import in_child
 from servers import CountingProxy, HttpServer, S3Server, ScriptedServer, free_port, wait_until
 
 from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
@@ -784,6 +786,48 @@ def test_a_service_that_is_gone_and_comes_back(tmp_path: Path):
     finally:
         store.close()
         server.kill()
+
+
+def test_records_of_blocks_stay_young(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A record that says what blocks are is written again while blocks are, also by another store of the process, so that rules
+    by age do not remove it before them. A deleted one stays deleted, others are not written."""
+    keys = ["namespaces/a/b", "layouts/c", "namespaces/gone", "usage/d"]
+    first = ObjectStore(f"file://{tmp_path}")
+    for key in keys:
+        first.put_record(key, b"{}", deadline=soon())
+    first.close()
+    store = ObjectStore(f"file://{tmp_path}")
+    store.delete_record("namespaces/gone", deadline=soon())
+    for path in (tmp_path / "records").iterdir():
+        os.utime(path, (1, 1))
+    store.put(make_frames(14, 1, 1000), deadline=soon())
+    ages = {path.name: path.stat().st_mtime for path in (tmp_path / "records").iterdir()}
+    assert set(ages.values()) == {1.0}  # it is not yet time
+    monkeypatch.setattr("foreword.store.object.object_store._RENEWED", -1.0)
+    store.put(make_frames(15, 1, 1000), deadline=soon())
+    young = {path.name for path in (tmp_path / "records").iterdir() if path.stat().st_mtime > 1.0}
+    assert young == {"namespaces!a!b.record", "layouts!c.record"}
+    assert sorted(store.records("", deadline=soon())) == sorted({*keys} - {"namespaces/gone"})
+    store.close()
+
+
+def test_a_forked_child(tmp_path: Path):
+    """A child that was forked while its parent used object stores has none of the client's threads: it misses at once instead
+    of waiting for each deadline, with a store of its own too, and its parent goes on."""
+    store, frames = ObjectStore(f"file://{tmp_path}/a"), make_frames(13, 2, 1000)
+    store.put(frames, deadline=soon())
+
+    def child() -> None:
+        own = ObjectStore(f"file://{tmp_path}/b")
+        for call in [*calls_of(store, 3600).values(), *calls_of(own, 3600).values()]:
+            with pytest.raises(StoreUnavailable, match="forked"):
+                call()
+        own.close()
+        store.close()
+
+    assert in_child(child) == 0
+    assert read(store, frames) == whole(frames)
+    store.close()
 
 
 def test_no_server_listens():

@@ -85,9 +85,30 @@ _AHEAD, _NEARLY = 1.1, 0.85
 _WORTH_SAYING: Final = 0.1
 
 
-class ConversationHistory:
-    """The most recent conversations of all tenants, which have equal shares: about `capacity` numbers, and at most 4,096; with
-    a `window` those of that many requests only."""
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why part of a prompt was not cached.
+
+    Attributes:
+        where: the first field of the client's body that differs; empty if none does.
+        tokens_lost: tokens, estimated from the length of the text, that an earlier request computed and that would have been
+            cached without this cause.
+    """
+
+    cause: MissCause
+    where: str
+    tokens_lost: int
+    advice: str
+
+
+class MissFinder:
+    """Compares each request with the recent conversations of its tenant. Tenants have equal shares of what is kept: about
+    `capacity` numbers, and at most 4,096 conversations. Not thread-safe.
+
+    Args:
+        capacity: numbers (of 8 bytes) that it may keep.
+        window: requests after which one is forgotten, those included that are only counted (`passed`).
+    """
 
     def __init__(self, capacity: int = CAPACITY, window: int | None = None) -> None:
         self._all: Bounded[tuple[str, int], Conversation] = Bounded(
@@ -102,40 +123,80 @@ class ConversationHistory:
         # By tenant, hash of settings and tools (0: any) and hash of the first messages.
         self._by_prefix: dict[tuple[str, int, int], Conversation] = {}
 
-    def __len__(self) -> int:
-        return len(self._all)
-
     @property
     def size(self) -> int:
         """Numbers kept."""
         return self._all.bytes // _NUMBER
 
-    def known_messages(self, tenant: str, session: str | None) -> dict[int, MessageOutline]:
-        """Messages of the session's last conversation, by the hash of their content."""
+    def passed(self, count: int) -> None:
+        """Count requests that are not compared."""
+        self._all.passed(count)
+
+    def begin(
+        self,
+        request: GenerateRequest,
+        tenant: str = "",
+        *,
+        model: str = "",
+        salt: str = "",
+        template: str = "",
+        began: float = 0.0,
+    ) -> Conversation:
+        """Remember a request. Arguments as for `outline`."""
+        known = self.known_messages(request, tenant)
+        new = outline(request, tenant, model=model, salt=salt, template=template, known=known)
+        new.began = began
+        self.add(new)
+        return new
+
+    def known_messages(self, request: GenerateRequest, tenant: str) -> dict[int, MessageOutline]:
+        """Messages of the session's last conversation, by the hash of their content: they need not be hashed again."""
+        session = request.cache.key or request.session
         last = self._by_session.get((tenant, session)) if session is not None else None
         return {} if last is None else {one.content: one for one in last.messages}
 
-    def passed(self, count: int) -> None:
-        """Count requests that are not remembered."""
-        self._all.passed(count)
-
     def add(self, new: Conversation) -> None:
-        """Find the nearest earlier conversation, and remember this one."""
-        new.nearest = self.nearest(new)
+        """Find the nearest earlier conversation, and remember this one. Its outline may be made on another thread, if it is
+        long."""
+        new.nearest = self._nearest(new)
         if new.session is not None:
             self._by_session[new.tenant, new.session] = new
         for key in _prefix_keys(new):
             self._by_prefix[key] = new
         self._all[_key(new)] = new
 
-    def answered(self, one: Conversation, answer: MessageOutline) -> None:
+    def explain(
+        self,
+        new: Conversation,
+        prompt_tokens: int,
+        cached_tokens: int,
+        *,
+        reason: str = "",
+        replica: str | None = None,
+        block_size: int = _BLOCK,
+    ) -> Miss:
+        """Name the cause, once the engine has said how much was cached.
+
+        Args:
+            reason: of the engine's own cache report, if it has one.
+            replica: where it was computed.
+            block_size: tokens that are cached together or not at all.
+
+        Set `computed_at` of the conversation before, if the time of its first token is known.
+        """
+        new.prompt_tokens, new.replica = prompt_tokens, replica
+        miss = _explain(new, prompt_tokens, cached_tokens, reason, max(block_size, _BLOCK))
+        self._settle(new)
+        return miss
+
+    def answered(self, one: Conversation, pieces: Sequence[Piece]) -> None:
         """The answer is the next message of the conversation."""
-        one.answer = answer
+        one.answer = message_outline(_as_message(pieces))
         one.__dict__.pop("hashes", None)
         if _key(one) in self._all:
             self._all.change(_key(one))
 
-    def settle(self, done: Conversation) -> None:
+    def _settle(self, done: Conversation) -> None:
         """A conversation was computed: forget the one that it continues, which it contains."""
         if math.isinf(done.computed_at):
             done.computed_at = done.began
@@ -146,7 +207,7 @@ class ConversationHistory:
             del self._all[_key(old)]
             self._unlink(old)
 
-    def nearest(self, new: Conversation) -> Conversation | None:
+    def _nearest(self, new: Conversation) -> Conversation | None:
         """The earlier conversation of the tenant that has most of the new one's text."""
         longest = self._longest_prefix(new, new.scope)
         if longest is not None and _shared(longest, new)[0] >= _ENOUGH:
@@ -197,96 +258,6 @@ def _shared(old: Conversation, new: Conversation) -> tuple[float, float]:
     if difference is None:
         return 1.0, 0.0
     return difference.common, difference.repeated
-
-
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """Why part of a prompt was not cached.
-
-    Attributes:
-        where: the first field of the client's body that differs; empty if none does.
-        tokens_lost: tokens, estimated from the length of the text, that an earlier request computed and that would have been
-            cached without this cause.
-    """
-
-    cause: MissCause
-    where: str
-    tokens_lost: int
-    advice: str
-
-
-class MissFinder:
-    """Compares each request with the recent ones of its tenant. Not thread-safe.
-
-    Args:
-        capacity: numbers (of 8 bytes) that it may keep.
-        window: requests after which one is forgotten, those included that are only counted (`passed`).
-    """
-
-    def __init__(self, capacity: int = CAPACITY, window: int | None = None) -> None:
-        self._history = ConversationHistory(capacity, window)
-
-    @property
-    def size(self) -> int:
-        """Numbers kept."""
-        return self._history.size
-
-    def begin(
-        self,
-        request: GenerateRequest,
-        tenant: str = "",
-        *,
-        model: str = "",
-        salt: str = "",
-        template: str = "",
-        began: float = 0.0,
-    ) -> Conversation:
-        """Remember a request. Arguments as for `outline`."""
-        known = self.known_messages(request, tenant)
-        new = outline(request, tenant, model=model, salt=salt, template=template, known=known)
-        new.began = began
-        self.add(new)
-        return new
-
-    def passed(self, count: int) -> None:
-        """Count requests that are not compared."""
-        self._history.passed(count)
-
-    def known_messages(self, request: GenerateRequest, tenant: str) -> dict[int, MessageOutline]:
-        """Messages that need not be hashed again."""
-        return self._history.known_messages(tenant, request.cache.key or request.session)
-
-    def add(self, new: Conversation) -> None:
-        """Remember a conversation whose outline was made elsewhere: on another thread, if it is long."""
-        self._history.add(new)
-
-    def explain(
-        self,
-        new: Conversation,
-        prompt_tokens: int,
-        cached_tokens: int,
-        *,
-        reason: str = "",
-        replica: str | None = None,
-        block_size: int = _BLOCK,
-    ) -> Miss:
-        """Name the cause, once the engine has said how much was cached.
-
-        Args:
-            reason: of the engine's own cache report, if it has one.
-            replica: where it was computed.
-            block_size: tokens that are cached together or not at all.
-
-        Set `computed_at` of the conversation before, if the time of its first token is known.
-        """
-        new.prompt_tokens, new.replica = prompt_tokens, replica
-        miss = _explain(new, prompt_tokens, cached_tokens, reason, max(block_size, _BLOCK))
-        self._history.settle(new)
-        return miss
-
-    def answered(self, new: Conversation, pieces: Sequence[Piece]) -> None:
-        """The answer is part of the next prompt of the conversation."""
-        self._history.answered(new, message_outline(_as_message(pieces)))
 
 
 def _explain(new: Conversation, prompt: int, cached: int, reason: str, block: int) -> Miss:

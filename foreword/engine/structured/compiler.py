@@ -51,7 +51,12 @@ _JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n[ \t]{0,32})?"}
 
 def grammar_text(output: StructuredOutput) -> str:
     """The grammar, as `LLMatcher` reads it. Raises BadRequest for a value of the wrong type or beyond the limits."""
-    return _WRITERS[output.kind](output)
+    try:
+        text = _WRITERS[output.kind](output)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"the format has half of a character: {error}", param="response_format") from None
+    return text
 
 
 def _json_schema(output: StructuredOutput) -> str:

@@ -54,12 +54,7 @@ _TOKENS = 256
 # Elements per layer and block.
 _SAMPLE = 1024
 _POSITIONS = (
-    1,
-    17,
-    255,
-    1_023,
-    2_047,
-    2_048,
+    *(1, 17, 255, 1_023, 2_047, 2_048),
     *(power - at for power in (1 << n for n in range(12, 21)) for at in (1, 0)),
 )
 # Attributes of layers that do not change KV: names and places, and how tensor parallelism divides a layer. The layouts say
@@ -420,10 +415,8 @@ def resolved_attributes(model: torch.nn.Module, vllm_config: Any) -> dict[str, s
         config = {key: value for key, value in config.items() if key.rpartition(".")[2] not in _LENGTHS}
     if model_config.dtype == torch.float32:
         found["torch.float32_matmul_precision"] = torch.get_float32_matmul_precision()
-    parts = b"".join(name.encode() + codes[name] for name in sorted(codes))
-    found[f"{CODE}{vllm.__version__} {sys.version_info.major}.{sys.version_info.minor}"] = sha256(parts).hexdigest()[
-        :32
-    ]
+    digest = sha256(b"".join(name.encode() + codes[name] for name in sorted(codes))).hexdigest()[:32]
+    found[f"{CODE}{vllm.__version__} {sys.version_info.major}.{sys.version_info.minor}"] = digest
     return found | config
 
 

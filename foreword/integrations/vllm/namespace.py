@@ -27,8 +27,8 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from importlib.metadata import entry_points
 from typing import Any, Final, Literal
@@ -39,12 +39,7 @@ import numpy as np
 from foreword.blocks.layout import Layout
 from foreword.config import vllm_batch_invariant
 from foreword.errors import BadRecord, StoreError
-from foreword.integrations.weight_files import (
-    Checkpoint,
-    code_digest,
-    model_folder,
-    read_checkpoint,
-)
+from foreword.integrations.weight_files import Checkpoint, code_digest, model_folder, read_checkpoint
 from foreword.model_content import IGNORED_KEYS, is_config
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tier import StoreTier
@@ -453,11 +448,11 @@ def _announcement(base: bytes, settings: str, engine: str) -> str:
     return NAMESPACES.key(folder_of(base), f"{settings[:32]}-{sha256(engine.encode()).hexdigest()[:16]}")
 
 
-def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
+def choose(store: TieredStore, base: bytes, mine: Observations, layouts: Sequence[Layout] = ()) -> bytes:
     """The namespace of this server, 32 bytes: that of a record that agrees with it, or a new one. Writes this server's record.
 
     Never raises for a store that fails: its records are then not compared, and a namespace of exactly these measurements is
-    taken, so that nothing can be shared by mistake.
+    taken, so that nothing can be shared by mistake. So it is if the new one has blocks in these layouts: their record is lost.
     """
     where = NAMESPACES.key(folder_of(base), "")
     found, complete = records_at(store, where, mine.name)
@@ -473,27 +468,30 @@ def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
         log.info("Foreword: KV in the stores that %s saved is used", equal.vllm)
         return shared
     resolved = json.dumps(dict(mine.resolved), sort_keys=True)
-    names = "\x00".join(sorted(mine.measured))
-    fresh = sha256(
-        b"foreword/namespace\x00" + unmeasured(base, mine.settings) + f"{resolved}\x00{names}".encode()
-    ).digest()
-    if not complete or fresh.hex() in others:
+    seen = "\x00".join([resolved, *sorted(mine.measured)]).encode()
+    fresh = sha256(b"foreword/namespace\x00" + unmeasured(base, mine.settings) + seen).digest()
+    named = {replace(one, model=fresh).fingerprint for one in layouts}
+    if not complete or fresh.hex() in others or _may_hold(store, named):
         fresh = sha256(fresh + mine.values).digest()
     if reasons:
         # The nearest: another block size says nothing about why KV of this one is not found.
         record, why = min(reasons, key=lambda one: one[1].startswith(_LAID_OUT))
-        log.warning(
-            "Foreword: KV in the stores that %s saved with these weights is not used: %s",
-            record.vllm,
-            why,
-        )
+        log.warning("Foreword: KV in the stores that %s saved with these weights is not used: %s", record.vllm, why)
     if not complete:
         log.warning("Foreword: not every store answered at start; KV that it has is not used before the next start")
     _write(store, base, mine, fresh)
     written, _ = records_at(store, where + mine.name, mine.name)
     if any(record.namespace == fresh.hex() and mine.difference(record.evidence) for record in written):
-        return choose(store, base, mine)
+        return choose(store, base, mine, layouts)
     return fresh
+
+
+def _may_hold(store: TieredStore, layouts: Iterable[bytes]) -> bool:
+    deadline = time.monotonic() + _WITHIN
+    try:
+        return any(any(tier.store.list_names(one, deadline=deadline)) for tier in store.record_tiers for one in layouts)
+    except StoreError:
+        return True
 
 
 def records_at(store: TieredStore, prefix: str, first: str) -> tuple[list[NamespaceRecord], bool]:

@@ -244,11 +244,10 @@ class ForewordConnectorWorker:
         resolved = resolved_attributes(model, info.config)
         resolved |= weight_attributes(info.config, info.fingerprint, model, behind)
         versions = f"vLLM {vllm.__version__} with Transformers {transformers.__version__}"
-        units = [one for rank in range(info.ranks) for one in info.units(rank)]
-        words = layout_words(layout for one in units for layout in one.layouts)
-        seen = Observations(versions, info.settings, resolved, {**measured, **rotary}, words)
+        layouts = [one for rank in range(info.ranks) for units in info.units(rank) for one in units.layouts]
+        seen = Observations(versions, info.settings, resolved, {**measured, **rotary}, layout_words(layouts))
         with self._persistent() as store:
-            return choose(store, info.base, seen)
+            return choose(store, info.base, seen, layouts)
 
     def _open(self, started: float) -> None:
         info, config, tensors = self._info, self._settings.store, self._tensors

@@ -88,11 +88,7 @@ class InstalledControl(ControlExtra):
     def retire(self, offload: OffloadManager, info: KVCacheInfo, retired: Sequence[RetiredBlocks]) -> None:
         for one in retired:
             pins = StorePins(offload.store, info.model.hex(), info.stored_groups())
-            unneeded = partial(pins.unneeded, one.tenant, one.root, one.keys)
-            if one.drop:
-                offload.delete(unneeded)
-            else:
-                offload.drop_deferred(unneeded)
+            offload.retire(partial(pins.unneeded, one.tenant, one.root, one.keys), drop=one.drop)
 
 
 CONTROL: Final = InstalledControl()

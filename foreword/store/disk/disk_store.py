@@ -458,6 +458,11 @@ class DiskStore(Store):
             yield Erased.failed(error)
         yield from map(Erased.failed, problems)
 
+    def sync_deletions(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[None]:
+        for step in itertools.chain(self._files.sync(layout, root), self._records.sync(root)):
+            self._check_open(deadline)
+            yield step
+
     def _is_whole(self, file: BlockFile, problems: list[StoreError]) -> bool:
         """Whether a file is complete. Removes it if it is not and its writer is dead, or it is a broken piece."""
         if file.broken or (file.token is not None and self._is_dead(file.token)):

@@ -55,10 +55,11 @@ _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _NO_FILE: Final = {errno.ELOOP, errno.ENXIO, errno.ENODEV}  # a link, a socket or a device lies in the place of the file
 _UNREADABLE: Final = {errno.EACCES, errno.EPERM, errno.EIO, errno.EUCLEAN}
 _CREATE_ATTEMPTS: Final = 5
-_FOLDER: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
+# It was removed, it is no folder or file, or the file system does not write single folders back.
+_NOTHING_TO_SYNC: Final = _NO_FILE | {errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _FORBIDDEN: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 WRITE_ARGUMENTS: Final = (c_int64, *(c_void_p,) * 4, c_double)
-
+_LASTING: Final = "erasures/"  # records that outlive a loss of power: of what an erasure has left to do
 
 OnError = Callable[[StoreError], None]
 
@@ -298,6 +299,17 @@ class BlockFiles:
                     _remove_empty(part.path, outer)
                 _remove_empty(inner, outer)
 
+    def sync(self, layout: bytes, root: bytes) -> Iterator[None]:
+        """Write the folders of these layouts and roots, and their pieces, to the device, one a step. Raises StoreError."""
+        for outer in _digit_folders(self.folder, layout, raise_error):
+            for inner in _digit_folders(outer, root, raise_error):
+                for part in _entries(inner, raise_error):
+                    made = _entries(part.path, raise_error) if part.name == pieces.FOLDER else ()
+                    yield from map(_sync, [*(one.path for one in made), part.path])
+                yield from map(_sync, [inner])
+            yield from map(_sync, [outer])
+        yield from map(_sync, [self.folder])
+
     def walk(self, layout: bytes = b"", root: bytes = b"", on_error: OnError = raise_error) -> Iterator[BlockFile]:
         """List all block files with this layout and roots that begin with these bytes (b"": any), complete or not, in no order.
         `on_error` is called for folders that cannot be read."""
@@ -467,28 +479,24 @@ def write_atomically(path: str, temporary: str, data: bytes | memoryview, *, syn
 
 
 def write_back(path: str, last: str) -> None:
-    """Write the entries of a folder to the device, and those of the folders that it is in, up to the last one. Raises
-    StoreError."""
-    _sync_folder(path)
+    """Write the entries of a folder to the device, and of those above it up to the last one. Raises StoreError."""
+    _sync(path)
     while len(path) > len(last):
         path = os.path.dirname(path)
-        _sync_folder(path)
+        _sync(path)
 
 
-def _sync_folder(path: str) -> None:
-    """Write the entries of a folder to the device, unless it was removed. Raises StoreError."""
+def _sync(path: str) -> None:
+    """Write a file, or the entries of a folder, to the device, unless it was removed. Raises StoreError."""
     try:
-        handle = os.open(path, _FOLDER)
-    except FileNotFoundError:
-        return
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
     except OSError as error:
-        raise store_error(error) from error
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        raise store_error(error) from error
-    finally:
-        os.close(handle)
+        if error.errno not in _NOTHING_TO_SYNC:
+            raise store_error(error) from error
 
 
 def write_back_above(folder: str) -> None:
@@ -499,7 +507,7 @@ def write_back_above(folder: str) -> None:
         device = os.stat(path).st_dev
         while path != "/" and os.stat(path := os.path.dirname(path)).st_dev == device:
             with contextlib.suppress(StoreError):
-                _sync_folder(path)
+                _sync(path)
 
 
 def _create(path: str) -> int:
@@ -588,7 +596,7 @@ class RecordFiles:
     """Records below `folder`. A part of a key ends in `=` as a folder and in `~` as a file, so `a` and `a/b` can coexist.
 
     Args:
-        sync: a record that was put or deleted is so after a loss of power, too.
+        sync: a record that was put or deleted is so after a loss of power, too; else those of erasures.
     """
 
     def __init__(self, folder: str, *, sync: bool = False) -> None:
@@ -601,9 +609,9 @@ class RecordFiles:
         return "/".join([self._folder, *(part + "=" for part in parts), last + "~"])
 
     def put(self, key: str, data: bytes, token: str) -> None:
-        path = self._path(key)
-        write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data), sync=self._sync)
-        if self._sync:
+        path, sync = self._path(key), self._sync or key.startswith(_LASTING)
+        write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data), sync=sync)
+        if sync:
             # Also folders that another process has made: it may not have come to this yet.
             write_back(os.path.dirname(path), self._folder)
             if not self._above:
@@ -622,9 +630,16 @@ class RecordFiles:
         path = self._path(key)
         removed = remove_file(path)
         last = _remove_empty(os.path.dirname(path), self._folder)
-        if self._sync:
+        if self._sync or key.startswith(_LASTING):
             write_back(last, last)
         return removed
+
+    def sync(self, root: bytes) -> Iterator[None]:
+        """Write the folders of tenants with these first bytes of digests to the device, one a step. Raises StoreError."""
+        kinds = [one.path for one in _entries(self._folder, raise_error) if one.is_dir()]
+        scopes = [one.path for kind in kinds for one in _entries(kind, raise_error) if one.is_dir()]
+        found = [one for scope in scopes for one in _entries(scope, raise_error) if one.name.startswith(root.hex())]
+        yield from map(_sync, [*(one.path for one in found), *scopes, *kinds, self._folder])
 
     def keys(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, sorted. Raises PartialListing if a folder cannot be read."""

@@ -153,7 +153,7 @@ class DiskIndex:
 
     def _connect_read_only(self) -> sqlite3.Connection:
         """Connect beside a living writer, or, if the folder cannot be written, to the database as an immutable file."""
-        address = "file:" + quote(os.path.abspath(self.file))
+        address = "file:" + quote(os.fsencode(os.path.abspath(self.file)))
         for mode in ("?mode=ro", "?immutable=1"):
             connection = sqlite3.connect(address + mode, uri=True, isolation_level=None, check_same_thread=False)
             try:
@@ -359,11 +359,8 @@ class DiskIndex:
 
     def listed(self, deadline: float) -> bool:
         """Whether all blocks are in the index, or at least their bytes."""
-        return bool(
-            self._read(
-                "SELECT EXISTS (SELECT 1 FROM hosts) OR EXISTS (SELECT 1 FROM writing WHERE id = 0)", (), deadline
-            )[0][0]
-        )
+        sql = "SELECT EXISTS (SELECT 1 FROM hosts) OR EXISTS (SELECT 1 FROM writing WHERE id = 0)"
+        return bool(self._read(sql, (), deadline)[0][0])
 
     def rows_after(self, after: int, count: int, deadline: float) -> list[tuple[int, int, Name, int, BlockPlace]]:
         """The next rows: row id, block id, name, size, place."""
@@ -373,11 +370,10 @@ class DiskIndex:
 
     def oldest_leaves(self, count: int, deadline: float) -> list[Name]:
         """The names of the least recently used blocks of the largest tenant."""
-        sql = (
-            "SELECT name FROM blocks WHERE children = 0 AND pinned = 0 AND tenant ="
-            " (SELECT id FROM tenants ORDER BY bytes DESC LIMIT 1) ORDER BY used, depth DESC LIMIT ?"
-        )
-        return [name for (name,) in self._read(sql, (count,), deadline)]
+        tenant = "SELECT id FROM tenants ORDER BY bytes DESC LIMIT 1"
+        leaves = f"SELECT name FROM blocks WHERE children = 0 AND pinned = 0 AND tenant = ({tenant})"
+        found = self._read(f"{leaves} ORDER BY used, depth DESC LIMIT ?", (count,), deadline)
+        return [name for (name,) in found]
 
     def totals(self, deadline: float) -> tuple[int, int, int]:
         """The number of blocks, their bytes, and the bytes of pinned blocks."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sqlite3
 import struct
 import time
@@ -98,9 +99,7 @@ _WRONG_CHILDREN: Final = """
 _WRONG_TENANTS: Final = """SELECT 1 WHERE (SELECT coalesce(sum(bytes), 0) FROM tenants) != (SELECT bytes FROM totals)
     OR EXISTS (SELECT 1 FROM tenants WHERE typeof(bytes) != 'integer' OR typeof(used_at) != 'real')"""
 _ROW: Final = "id, name, above, size, used, children, pinned, piece, at"  # the fields of BlockRow
-_PENDING: Final = (
-    "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow but its place
-)
+_PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # of PendingRow, but its place
 _PENDING_FIELDS: Final = 9
 _OF_PIECE: Final = -1  # the depth of the row of a piece
 # PendingRow's fields without the writer, and what else a complete block has.
@@ -243,9 +242,8 @@ class IndexTransaction:
     def _keep_newest(self, table: str, row: Sequence[object]) -> None:
         """Write a row, and forget those that were written long ago."""
         self._execute(f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * len(row))})", row)
-        self._execute(
-            f"DELETE FROM {table} WHERE rowid NOT IN (SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT {_KEPT})"
-        )
+        newest = f"SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT {_KEPT}"
+        self._execute(f"DELETE FROM {table} WHERE rowid NOT IN ({newest})")
 
     def save(self) -> None:
         """Write the totals. The last step before the commit."""
@@ -586,7 +584,7 @@ def _unpacked(ids: bytes) -> tuple[int, ...]:
 
 def read_pins(file: str, seconds: float) -> list[int]:
     """Ids of the pinned blocks of a sound index of an earlier format, none if it cannot be read."""
-    address = f"file:{quote(file)}?mode=rw"
+    address = f"file:{quote(os.fsencode(file))}?mode=rw"
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(sqlite3.connect(address, timeout=seconds, isolation_level=None, uri=True)) as connection,

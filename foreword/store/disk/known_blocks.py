@@ -211,9 +211,7 @@ class KnownBlocks:
         self._count = 0
         self._last = 0  # all rows up to this row id have been read
         self._began: tuple[bytes, bytes] | None = None  # the board when the reading began
-        self._seen: tuple[bytes, bytes] | None = (
-            None  # the board when all of the index had been read, or was followed to
-        )
+        self._seen: tuple[bytes, bytes] | None = None  # the board when all was read, or to which it was followed
         self._loaded_at = 0.0
         self._unsure: set[int] = set()  # removed by another process, perhaps before it was added again
 
@@ -258,9 +256,8 @@ class KnownBlocks:
                 continue
             last = {change & ~_REMOVED: change >= _REMOVED for change in logged}
             came.update(one for one, is_gone in last.items() if not is_gone)
-            (unsure if _is_about_to_remove(added, old[1]) else gone).update(
-                one for one, is_gone in last.items() if is_gone
-            )
+            went = (one for one, is_gone in last.items() if is_gone)
+            (unsure if _is_about_to_remove(added, old[1]) else gone).update(went)
             pages[0][entry] = added
             logs_all = added >> _OWNER_SHIFT == removed >> _OWNER_SHIFT and removed & _COUNT <= added & _COUNT
             pages[1][entry] = removed if logs_all else old[1]
@@ -347,9 +344,8 @@ class KnownBlocks:
                 if time.monotonic() >= until:
                     return
             with self._lock:
-                if (
-                    self._seen is before and self._removals == removals
-                ):  # else they were followed meanwhile, or see `_read_some`
+                # Else they were followed meanwhile, or see `_read_some`.
+                if self._seen is before and self._removals == removals:
                     self._seen = now if self._ids else None
 
     def _read_some(self, rows_after: RowsAfter, removals: int) -> bool:

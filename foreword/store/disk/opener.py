@@ -33,7 +33,7 @@ from foreword.store.disk.index import DiskIndex, translate
 from foreword.store.disk.index_rows import BrokenIndex, OldIndex, PendingRow, block_id, pending_row, read_pins
 from foreword.store.disk.locks import folder_lock, is_alive, scan_lock
 from foreword.store.disk.pieces import BlockPlace
-from foreword.store.disk.recovery import OLD, boot_of_host, open_index, quarantine_index, remove_oldest_files
+from foreword.store.disk.recovery import OLD, boot_of_index, open_index, quarantine_index, remove_oldest_files
 
 log = logging.getLogger("foreword.store")
 
@@ -145,13 +145,11 @@ class FolderScan:
 
     def run(self, fresh: bool) -> bool:
         """Compare everything, unless another process did. False if it was stopped before the end. Raises StoreError."""
-        _, boot = boot_of_host()
+        boot = boot_of_index(self._index.file)
         if boot and self._index.compared(_soon(), boot):
             return True
         if fresh and self._files.remove_format_1():
-            log.warning(
-                "%s had blocks of format 1, which this program cannot read: they were removed", self._files.folder
-            )
+            log.warning("%s had blocks of format 1, which cannot be read: they were removed", self._files.folder)
         if not fresh and self._index.journal == "wal":  # with other journals a long read would block writers
             self._index.check(_soon())
         self._check_rows()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
 import sqlite3
 from dataclasses import dataclass
 from typing import Final
@@ -39,18 +38,19 @@ class OpenedIndex:
 def open_index(index: DiskIndex, files: BlockFiles, deadline: float) -> OpenedIndex:
     """Open the index. The caller holds the folder lock. Raises StoreError."""
     index.open(deadline)
-    _, boot = boot_of_host()
+    boot = boot_of_index(index.file)
     with index.write(deadline) as transaction:
         boots = transaction.boots()
         # After a crash of the machine, SQLite's last transactions may be lost. Names of hosts say nothing of that: a container
-        # has a new one after each start, also in the same boot.
+        # has a new one after each start, also in the same boot. A copy of an index, as from a backup, is another file.
         complete = bool(boot) and boot in boots
         return OpenedIndex(recover_dead_writers(transaction, files, ours=0), complete, not boots)
 
 
-def boot_of_host() -> tuple[str, str]:
-    """The name of the host and the id of its current boot ("" if the system has none)."""
-    return socket.gethostname(), boot_id()
+def boot_of_index(file: str) -> str:
+    """The boot and the file in which an index is used; "" if the system has no name for its boot."""
+    boot = boot_id()
+    return boot and f"{boot} {os.stat(file).st_ino}"
 
 
 def quarantine_index(file: str, suffix: str) -> None:
@@ -110,9 +110,8 @@ def _recover_piece(transaction: IndexTransaction, files: BlockFiles, piece: Pend
         if header is None:
             files.remove(file.name, place=file.place)
         else:
-            blocks.append(
-                pending_row(block_id(file.name), header, file.size, piece.used, piece.stored_at, place=file.place)
-            )
+            row = pending_row(block_id(file.name), header, file.size, piece.used, piece.stored_at, place=file.place)
+            blocks.append(row)
     if blocks:
         transaction.finish_piece(piece, blocks)
     else:

@@ -42,6 +42,10 @@ _FULL = re.compile("No space left|os error 28|status code: 507")
 
 T = TypeVar("T")
 
+# The process that has the threads of obstore. They begin with its first call; in a forked child there are none, and no others
+# begin, also for a client that is opened there.
+_process = 0
+
 
 class ClientLoop:
     """An event loop in a background thread. It ends with the store, at the latest with the program.
@@ -52,6 +56,7 @@ class ClientLoop:
 
     def __init__(self, label: str, parallel: int = 16) -> None:
         self._label = label
+        self._opened_in = os.getpid()
         self._parallel = parallel
         self._loop = asyncio.new_event_loop()
         thread = background_thread(self._loop.run_forever, label)
@@ -60,12 +65,19 @@ class ClientLoop:
     def check_open(self) -> None:
         if not self.close.alive:
             raise StoreUnavailable(f"the store {self._label!r} is closed")
+        if {self._opened_in, _process or os.getpid()} != {os.getpid()}:  # a call would wait for its deadline
+            raise StoreUnavailable(
+                "this process was forked from one that uses object stores, and cannot use them: fork before they are opened,"
+                " or start processes with 'spawn'"
+            )
 
     def start(self, call: Coroutine[Any, Any, T], deadline: float) -> Future[T]:
         """Start a coroutine on the loop. Raises StoreTimeout, or StoreUnavailable if the store is closed."""
+        global _process
         try:
             time_left(deadline)
             self.check_open()
+            _process = os.getpid()
             return asyncio.run_coroutine_threadsafe(call, self._loop)
         except (StoreError, RuntimeError) as error:
             call.close()
@@ -130,7 +142,9 @@ class ClientLoop:
 
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Cancel running tasks, then end the loop."""
+    """Cancel running tasks, then end the loop. A forked child has no thread that runs it."""
+    if not thread.is_alive():
+        return
 
     async def cancel() -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -72,6 +72,11 @@ from foreword.store.opened_folder import OpenedFolder
 _WAITING: Final = 1024  # chunks
 _WITHIN: Final = 120.0  # seconds for one chunk
 _DAY: Final = 86400.0  # seconds
+_RENEWED: Final = _DAY / 2
+# Records that say what blocks are: they are written when an engine starts, by a store that may be closed soon, and needed as
+# long as blocks are written. A rule of the bucket that removes by age would remove them before the blocks.
+_LASTING: Final = ("layouts/", "namespaces/")
+_written: Newest[tuple[str, str], tuple[bytes, float]] = Newest(1024)  # by place and path, by this process
 _STEP_OBJECTS: Final = 64  # of one step of an erasure, which has a time limit
 _DELETIONS: Final = 16  # rounds of one call; a block that is there after so many is being stored again
 _ROUNDS: Final = 64  # listings of one call that follow blocks which were stored outside of their section
@@ -113,6 +118,7 @@ class ObjectStore(Store):
         self._store = open_client(url, options)
         self._opened = OpenedFolder(str(self._store.prefix)) if isinstance(self._store, LocalStore) else None
         self._prefix = prefix + "/" if prefix else ""
+        self._place = f"{url.partition('?')[0]} {self._prefix}"
         self._bucket = ObjectBucket(self._store, self._prefix)
         self._chunk = chunk
         self._heads = Heads()
@@ -178,6 +184,8 @@ class ObjectStore(Store):
             for prefix, head, chunk in list(divide(missing, self._section_of, self._chunk))
         )
         list(self._loop.each(calls, deadline, StoreReadOnly))
+        with contextlib.suppress(StoreError):
+            self._renew_records(deadline)
         return len(frames)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
@@ -297,6 +305,20 @@ class ObjectStore(Store):
         self._loop.one(
             self._bucket.put(self._record_path(key), check_record(data), "overwrite"), deadline, StoreReadOnly
         )
+
+        if key.startswith(_LASTING):
+            _written[self._place, key] = bytes(data), time.monotonic()
+
+    def _renew_records(self, deadline: float) -> None:
+        """Write records of this process again that are old, unless they were deleted."""
+        before = time.monotonic() - _RENEWED
+        for (place, key), (data, at) in list(_written.items()):
+            if place != self._place or at > before:
+                continue
+            if self.get_record(key, deadline=deadline) is None:
+                _written.pop((place, key), None)
+            else:
+                self.put_record(key, data, deadline=deadline)
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
         return self._loop.one(self._bucket.read_whole(self._record_path(key)), deadline)
