@@ -438,7 +438,7 @@ def _code(model: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
     for name, module in model.named_modules():
         found += [(name, one) for one in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
         found.append((name, replaced_forward(module)))
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__ if "forward" in vars(kind)}
+    kinds: set[Any] = {kind for module in model.modules() for kind in type(module).__mro__ if "forward" in vars(kind)}
     for kind in sorted(kinds, key=lambda one: (one.__qualname__, one.__module__)):
         package = str(getattr(kind.forward, "__module__", None) or kind.__module__)
         if package != kind.__module__ and not is_of_library(kind.forward):
