@@ -22,10 +22,13 @@ _PR_SET_PDEATHSIG: Final = 1
 def ended_by_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP raise SystemExit, as SIGINT raises KeyboardInterrupt: what was started is ended on the way out.
 
-    One that is ignored, such as SIGHUP under nohup, stays so. On the main thread.
+    One that is ignored, such as SIGHUP under nohup, stays so. The first ends the command; those after it, such as a closed
+    terminal's second SIGHUP, are ignored: they would cut the way out short. On the main thread.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
+        for one in caught:
+            signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
     caught = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
@@ -39,12 +42,12 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process that Linux kills once this thread, which must be the main one, has ended: also by SIGKILL.
+    """Start a process that Linux kills once this process has ended, also by SIGKILL.
 
-    Elsewhere the caller alone ends it. `options` are those of Popen.
+    Elsewhere, and on other threads than the main one, with whose end it would be killed, the caller alone ends it. `options`
+    are those of Popen.
     """
-    assert threading.current_thread() is threading.main_thread()
-    if sys.platform != "linux":
+    if sys.platform != "linux" or threading.current_thread() is not threading.main_thread():
         return subprocess.Popen(command, **options)
     control, parent = ctypes.CDLL(None).prctl, os.getpid()
 

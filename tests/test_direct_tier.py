@@ -187,10 +187,20 @@ def test_an_abort_keeps_blocks_and_slots_until_the_copies_ended(direct: Make) ->
     assert engine.await_load(engine.load(9, range(10))) == 10
 
 
-def test_loads_leave_slots_for_saves(direct: Make) -> None:
-    """Loads of all of a tier, while their copies wait for a step, are lent half of it: what a step computes is saved
-    meanwhile, in place of other blocks. Each load gets all of its blocks that are not evicted, in further stretches."""
-    engine = direct(tier_blocks=32, blocks=64)
+class LateToTell(MemoryStore):
+    """A tier that does not tell how long its slots are before it lends some: as if they had grown then."""
+
+    @property
+    def slot_bytes(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(("kind", "slot"), [(MemoryStore, FRAME), (LateToTell, 2 * FRAME)])
+def test_loads_leave_slots_for_saves(direct: Make, kind: type[MemoryStore], slot: int) -> None:
+    """Loads of all of a tier, while their copies wait for a step, are lent half of it, also if its slots are longer than it has
+    said: what a step computes is saved meanwhile, in place of other blocks. Each load gets all of its blocks that are not
+    evicted, in further stretches."""
+    engine = direct(memory=kind(32 * slot, slot_bytes=slot), blocks=64)
     for chain in (7, 8):
         engine.store(chain, 16)
     engine.blocks.zero_()

@@ -293,10 +293,12 @@ def test_the_first_loads_wait_for_no_page(made: Callable[..., Device], monkeypat
         return found
 
     monkeypatch.setattr(fast, "reserve", counted)
-    assert device.load(0, 0, 8).loaded == 8 and torch.equal(device.blocks[:8], device.computed[:8])
-    assert reserved and not any(reserved)
-    assert device.offload.flush(PATIENCE) and fast.lookup(device.names(0, 8), deadline=soon()) == 8
-    gate.set()
+    try:
+        assert device.load(0, 0, 8).loaded == 8 and torch.equal(device.blocks[:8], device.computed[:8])
+        assert reserved and not any(reserved)
+        assert device.offload.flush(PATIENCE) and fast.lookup(device.names(0, 8), deadline=soon()) == 8
+    finally:
+        gate.set()
 
 
 def test_slots_are_reserved_for_two_groups_at_once(
@@ -430,6 +432,22 @@ def test_a_large_read_that_hangs_takes_few_slots(slots: int, longer: int, taken:
         read.end(lambda *_: False)
         assert put_all(fast, others) == slots - taken
         slow.release()
+
+
+def test_a_tier_that_says_less_than_it_reserves() -> None:
+    """Nothing is read into the slots of a tier that are longer than it says each time: the reads go another way."""
+
+    class Less(MemoryStore):
+        @property
+        def slot_bytes(self) -> int:
+            return super().slot_bytes // 3
+
+    frames = make_frames(19, 4, 1000)
+    slow = MemoryStore(1 << 20)
+    put_all(slow, frames)
+    with contextlib.closing(TieredStore([Less(1 << 20, slot_bytes=3 * len(frames[0].data)), slow])) as store:
+        assert read_into(store, 1, names_of(frames), [1000] * 4, deadline=soon(), before=()) is None
+        assert store.tiers[0].filling.bytes == 0
 
 
 def test_slots_that_became_longer_between_two_reads() -> None:

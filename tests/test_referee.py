@@ -360,6 +360,28 @@ def test_an_interpreter_that_cannot_run_the_connector(python: str, problem: str,
     assert done.returncode == 2 and problem in done.stderr, done.stderr
 
 
+def test_a_signal_while_a_small_disk_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small disk that is mounted when a signal ends the command is unmounted, also before `mount` has said that it is."""
+    log, programs = tmp_path / "log", tmp_path / "bin"
+    programs.mkdir()
+    for name, then in (("mount", "kill -USR1 $PPID; read never"), ("umount", "exit 1")):
+        (programs / name).write_text(f"#!/bin/sh\necho {name} >> {log}\n{then}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(number)
+
+    before = signal.signal(signal.SIGUSR1, end)
+    session = Session(Target({"kv_connector": "X"}, sys.executable, tmp_path / "kv"), tmp_path)
+    try:
+        with pytest.raises(SystemExit), session.small_disk(1 << 20):
+            pass
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert log.read_text().split() == ["mount", "umount"]
+
+
 @pytest.mark.slow
 def test_a_store(tmp_path: Path) -> None:
     """`--store` runs the contract on an empty part of a store and removes what it wrote."""

@@ -210,6 +210,9 @@ class DirectTier(DirectCopies):
         self._places = places
         self._writer = writer
         self._share = LentShare(len(memory), _LENT_BYTES)
+        # Bytes of a slot that was longer than the store had said, or had become so. Set by loads' threads: the last one counts,
+        # and a load that has counted too little finds out.
+        self._stride = 0
         self._waiting: list[_Save] = []
         self._launched: list[_Save] = []  # changed under `_changed`, as the counts are
         self._pending = 0
@@ -484,15 +487,17 @@ class DirectTier(DirectCopies):
         return self.ring.free
 
     def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[_TierLoad, None, None]:
-        stride = max(HEADER_BYTES + max(self.ring.block_bytes), self.tier.store.slot_bytes)
-        if stride > self.ring.piece_bytes:
-            return
-        count = self._share.take(count, stride, self.ring.piece_bytes // stride)
-        end = done + count
-        give = partial(self._share.give, count, stride)
-        lent = self._lend(load.names[done:end], load.groups[done:end], load.blocks[done:end], give)
-        if lent is None:
-            return
+        lent = None
+        while lent is None:
+            stride = max(HEADER_BYTES + max(self.ring.block_bytes), self.tier.store.slot_bytes, self._stride)
+            if stride > self.ring.piece_bytes:
+                return
+            count = self._share.take(count, stride, self.ring.piece_bytes // stride)
+            end = done + count
+            give = partial(self._share.give, count, stride)
+            lent = self._lend(load.names[done:end], load.groups[done:end], load.blocks[done:end], stride, give)
+            if lent is None and self._stride <= stride:
+                return
         try:
             for number in range(0, lent.batch.pieces, _PIECES_AT_ONCE):
                 piece = self.ring.wait_for(load.deadline if number else deadline)
@@ -512,13 +517,22 @@ class DirectTier(DirectCopies):
             lent.release()
 
     def _lend(
-        self, names: Sequence[Name], groups: Sequence[int], blocks: Sequence[int], give: Callable[[], None]
+        self,
+        names: Sequence[Name],
+        groups: Sequence[int],
+        blocks: Sequence[int],
+        stride: int,
+        give: Callable[[], None],
     ) -> _LentBlocks | None:
         """The first of these blocks, for units of their groups, up to the first that the tier does not have; None if there is
-        none. The caller releases them. `give` is called when they are not lent any more."""
+        none, or if slots are longer than the `stride` bytes that were counted for each. The caller releases them. `give` is
+        called when they are not lent any more."""
         with contextlib.ExitStack() as stack:
             stack.callback(give)
             loan = stack.enter_context(self.tier.lend_unverified(names, time.monotonic() + _CALL_SECONDS))
+            if loan.stride > stride:
+                self._stride = loan.stride
+                return None
             sizes = [*map(len, loan.frames)]
             count = self._usable(loan, sizes, groups)
             if not count:

@@ -40,7 +40,6 @@ RING_BYTES: Final = PIECE_BYTES * _LOAD_PIECES + PIECE_BYTES // 2 * _SAVE_PIECES
 Units = np.ndarray[Any, Any]
 Part = tuple[int, Units, Sequence[bytes]]
 _SUMMED: Final = HEADER_BYTES - 32  # bytes of a packed header
-_RANGES: Final = 256  # of frames that are remembered
 
 
 @dataclass(eq=False, slots=True)
@@ -304,7 +303,6 @@ class DeviceRing:
         ]
         self._free = [self._piece(piece_bytes) for _ in range(_LOAD_PIECES)]
         self._numbers = torch.arange(piece_bytes // HEADER_BYTES, device=device)
-        self._ranges: dict[tuple[int, int], Tensor] = {}
         self._lent = 0
         self._next = 0
         self._changed = threading.Condition()
@@ -470,16 +468,7 @@ class DeviceRing:
         frames = piece.frames(batch.memory.stride)
         for part in batch.parts[number]:
             wanted, found, size = batch.heads[part.index], batch.found[part.index], self.block_bytes[part.group]
-            self._checksums.check(frames, self._range(part.low, part.high), size, wanted, found)
-
-    def _range(self, low: int, high: int) -> Tensor:
-        """The numbers of these frames of a piece, on the device. Most pieces are full: they have the same."""
-        found = self._ranges.get((low, high))
-        if found is None:
-            if len(self._ranges) >= _RANGES:
-                self._ranges.clear()
-            found = self._ranges[low, high] = self._numbers[low:high]
-        return found
+            self._checksums.check(frames, self._numbers[part.low : part.high], size, wanted, found)
 
     def _scatter(self, batch: LoadBatch, number: int, piece: Piece) -> None:
         """Copy what is right into its units."""

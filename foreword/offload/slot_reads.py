@@ -104,6 +104,7 @@ def read_into(
     *,
     deadline: float,
     before: Sequence[Name],
+    again: bool = True,
 ) -> SlotRead | None:
     """Read blocks, given the bytes of their payloads, from one tier straight into reserved slots of a faster one, up to the
     first that has no slot, or as many as may be read at once, and verify them there. The caller ends the read. `before`: the
@@ -129,7 +130,7 @@ def read_into(
     read.reserved = faster.reserve([*map(UnreadBlock._make, fields)], deadline, unread=True)
     if read.reserved.stride > read.slot:  # a write has just made slots longer: fewer are the share
         read.end(lambda *_: False)
-        return read_into(store, tier, names, sizes, deadline=deadline, before=before)
+        return read_into(store, tier, names, sizes, deadline=deadline, before=before, again=False) if again else None
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], enumerate(read.reserved.positions)))
     if not count:
         return read

@@ -386,15 +386,16 @@ class Session:
             return
         files.mkdir(parents=True, exist_ok=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "foreword-conform", str(files)]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            yield False
-            return
+        mounted = None  # whether it is mounted is not known where a signal ends the command meanwhile
         try:
-            yield True
+            mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+            yield mounted
         finally:
-            self._written.clear()
-            self.end(connected=True, kill=True)
-            subprocess.run(["umount", "-l", str(files)], check=True)
+            if mounted:
+                self._written.clear()
+                self.end(connected=True, kill=True)
+            if mounted is not False:
+                subprocess.run(["umount", "-l", str(files)], capture_output=not mounted, check=bool(mounted))
 
     def damage(self, change: Callable[[Path], int]) -> int:
         """Damage the files, and return how much was changed."""

@@ -154,7 +154,8 @@ class ObjectsOf:
 class ObjectWatch(Generic[Kind]):
     """Keeps objects of the API by name; calls `changed` with all of them after every change.
 
-    A failure is logged once, until another one takes its place or a watch has begun. `run` counts every one.
+    A failure is logged once, until another one takes its place or a watch has brought something, or ended in time. `run`
+    counts every one; that a cluster lacks an optional kind is none.
     """
 
     def __init__(
@@ -181,6 +182,8 @@ class ObjectWatch(Generic[Kind]):
             except _Gone:
                 logger.info("Kubernetes: the version of the %s is too old; listing them", self._what.purpose)
                 self._version = ""
+                if pause > _MIN_PAUSE:  # a version is too old now and then, but not at once after a list
+                    failed(self._what.purpose)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _MAX_PAUSE)
             except _Absent:
@@ -250,8 +253,6 @@ class ObjectWatch(Generic[Kind]):
         query = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(seconds)}
         query["resourceVersion"] = self._version
         async with self._get(session, query, seconds + _CALL_SECONDS) as response:
-            # Not the first event: where nothing changes, none comes.
-            self._works()
             line = bytearray()
             async for piece in response.content.iter_any():
                 for part in piece.splitlines(keepends=True):
@@ -260,7 +261,10 @@ class ObjectWatch(Generic[Kind]):
                         raise ApiError("an event has no end")
                     if line.endswith(b"\n"):
                         self._apply(decode_json(line, _Event))
+                        # Not the response's status: what follows it may be an error each time.
+                        self._works()
                         line.clear()
+        self._works()
 
     def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":

@@ -197,13 +197,14 @@ def _executor(jobs: int, trace: Sequence[TraceRequest]) -> Iterator[Executor | N
     if jobs == 1:
         yield None
         return
+    others = set(multiprocessing.active_children())  # of the program that sizes, such as a notebook
     with ProcessPoolExecutor(jobs, initializer=_share_trace, initargs=(trace,)) as executor:
         try:
             yield executor
         except BaseException:
             # Leaving would wait until all that was submitted is simulated.
             executor.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
+            for process in set(multiprocessing.active_children()) - others:
                 process.kill()
             raise
 

@@ -174,8 +174,8 @@ class Store(Protocol):
         authenticates: whether `get` has verified a signature of each frame that `frame.check` does not refuse.
         refusal: why it takes no blocks now, or evicts although its budget is not used up: StoreFull, StoreReadOnly. None if
             it takes them, or does not know.
-        memory: where it lends and reserves slots, for as long as it is open; None: it does not. `slot_bytes`: of a slot; 0: it
-            does not tell, or has none yet.
+        memory: where it lends and reserves slots, for as long as it is open; None: it does not. `slot_bytes`: of a slot, the
+            `stride` of what it lends and reserves now; 0: it has none yet.
         on_evicted: if set, called with the name of each block that the store itself evicts to make room. It may be
             called under the store's lock, so it must be quick, and it must not raise.
     """

@@ -52,7 +52,7 @@ class ChainLru:
 
     Attributes:
         evicted: name of the block that the last `allocate` evicted, None if it evicted none.
-        in_use: number of readers and writers of each slot at this moment. A slot in use is not evicted. `last_used`: a time.
+        in_use: number of readers and writers of each slot at this moment. A slot in use is not evicted. `last_used`: a tick.
     """
 
     __slots__ = (

@@ -138,8 +138,15 @@ class MasterKeys:
 def _read_file(path: str) -> str:
     """The file with the keys. Raises ConfigError, also if every user of the machine can change it."""
     text = read_text(path, "encryption.master_key_file", "ascii")
-    if os.path.isfile(path) and os.stat(path).st_mode & stat.S_IWOTH:
-        raise ConfigError(f"every user can change encryption.master_key_file {path}: chmod o-w {path}")
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:  # it is replaced at this moment
+        raise ConfigError(f"encryption.master_key_file {path}: {reason_of(error)}") from None
+    if stat.S_ISREG(mode) and mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"every user can change encryption.master_key_file {path}: chmod o-w {path}; where its file system keeps no "
+            "modes, mount it with others (file_mode=, umask=), or move the file"
+        )
     return text
 
 

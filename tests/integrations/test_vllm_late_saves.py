@@ -26,6 +26,7 @@ from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
+pytestmark = pytest.mark.timeout(2 * WITHIN)
 LAYOUT = Layout(b"m" * 32, 16, (LayerLayout(1, 1, 1),), "uint8")
 BYTES = LAYOUT.block_bytes
 ROOT = b"r" * 32

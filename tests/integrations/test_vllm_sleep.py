@@ -22,6 +22,7 @@ from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, whole_bloc
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.offload.staging import StagingArena
 
+pytestmark = pytest.mark.timeout(2 * WITHIN)
 BLOCKS, BLOCK, HEADS, DIM = 12, 4, 2, 8
 LOST = 0xEE
 ROOT = b"r" * 32

@@ -24,6 +24,7 @@ from foreword.store.frame import RAW, Frame, Header, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
+pytestmark = pytest.mark.timeout(2 * WITHIN)
 RANKS = 2
 LAYOUTS = [Layout(bytes([rank]) * 32, 16, (LayerLayout(1, 8, 8),), "float32") for rank in range(RANKS)]
 GROUP = StoredGroup(KVGroup(GroupKind.FULL, 16), tuple(layout.fingerprint for layout in LAYOUTS))

@@ -105,6 +105,29 @@ def test_failures_are_counted(loop: Loop, tmp_path: Path, monkeypatch: pytest.Mo
         assert counted == api.refused[PATH]
 
 
+def test_watches_that_fail_each_time(loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each list works and each watch begins and fails, that is one line in the log. It is counted each time, also where
+    the version that a list has given is too old at once."""
+    monkeypatch.setattr(kubernetes_watch, "_MIN_PAUSE", 0.05)
+    monkeypatch.setattr(kubernetes_watch, "_MAX_PAUSE", 0.1)
+    api = KubernetesApi(loop, tmp_path)
+    api.bookmarks = False
+    with following(api) as router:
+
+        def fail(code: int) -> float:
+            watches = api.watches
+            api.send({"type": "ERROR", "object": {"kind": "Status", "code": code}})
+            until(lambda: api.watches > watches)
+            return router.metric("foreword:router_watch_failures_total", watched="endpoints of llm/vllm")
+
+        until(lambda: api.watches == 1)
+        assert [fail(500) for _ in range(4)] == [1, 2, 3, 4]
+        assert router.text.count("the watch ended with 500") == 1 and "watched again" not in router.text
+        api.put(endpoint_slice("vllm-1", 7001, READY))
+        until(lambda: "watched again" in router.text)
+        assert [fail(410) - 4 for _ in range(3)] == [1, 2, 3]
+
+
 @pytest.mark.slow
 def test_nothing_is_missed(loop: Loop, tmp_path: Path) -> None:
     """However changes, ended watches, forgotten versions, errors in the stream and new tokens follow each other, the router

@@ -31,7 +31,6 @@ from foreword.router.replica_metrics import parse_metrics
 
 pytestmark = needs_vllm
 ADMIN = {"authorization": "Bearer admin-secret"}
-# Seconds for anything to come about on a machine that is busy with other things.
 
 
 def start(model: Path, folder: Path, core: int) -> VllmServer:

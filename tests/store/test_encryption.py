@@ -19,6 +19,7 @@ from servers import RedisServer, S3Server
 
 from foreword.blocks.layout import LayerLayout, Layout, tenant_of
 from foreword.blocks.salt import Salt, ungenerated
+from foreword.config import read_text
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import BadFrame, ConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import KEY_STORE, PlaceOutcome, forget_tenant
@@ -625,6 +626,21 @@ def test_master_keys_that_anybody_can_change(tmp_path: Path) -> None:
     file.chmod(0o664)
     with closing(DataKeys(given)):
         pass
+
+
+def test_a_file_of_master_keys_that_is_replaced_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of master keys that goes just when it has been read is an error that says so."""
+    file = tmp_path / "masters"
+    file.write_text(OLD, encoding="ascii")
+
+    def read_and_remove(path: str, *how: str) -> str:
+        text = read_text(path, *how)
+        file.unlink()
+        return text
+
+    monkeypatch.setattr(master_keys, "read_text", read_and_remove)
+    with pytest.raises(ConfigError, match=r"master_key_file .*: No such file"):
+        DataKeys(EncryptionConfig(key_store=str(tmp_path / "keys"), master_key_file=str(file)))
 
 
 class Command:
