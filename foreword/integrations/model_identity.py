@@ -110,7 +110,7 @@ def own_attributes(module: nn.Module) -> dict[str, object]:
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """What a module computes in place of its class's `forward`. The wrapper of accelerate, which moves tensors between devices,
+    """Return what replaces the `forward` of a module's class. The wrapper of accelerate, which moves tensors between devices,
     is none. None if nothing replaces it."""
     one = vars(module).get("forward")
     if isinstance(one, functools.partial) and str(getattr(one.func, "__module__", "")).startswith("accelerate."):

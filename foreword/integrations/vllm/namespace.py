@@ -467,8 +467,7 @@ def choose(store: TieredStore, base: bytes, mine: Observations, layouts: Sequenc
         _write(store, base, mine, shared)
         log.info("Foreword: KV in the stores that %s saved is used", equal.vllm)
         return shared
-    resolved = json.dumps(dict(mine.resolved), sort_keys=True)
-    seen = "\x00".join([resolved, *sorted(mine.measured)]).encode()
+    seen = "\x00".join([json.dumps(dict(mine.resolved), sort_keys=True), *sorted(mine.measured)]).encode()
     fresh = sha256(b"foreword/namespace\x00" + unmeasured(base, mine.settings) + seen).digest()
     held = _may_hold(store, {replace(one, model=fresh).fingerprint for one in layouts})
     if not complete or fresh.hex() in others or held:
