@@ -469,7 +469,7 @@ def _passed_on(plain: Callable[[Tensor], Tensor], data: Tensor) -> Tensor:
 
 
 def _hooked(module: torch.nn.Module) -> None:
-    """As accelerate places a hook on a module."""
+    """Place a hook on a module as accelerate does."""
     plain = module.forward
 
     def new_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
