@@ -374,8 +374,10 @@ async def _work(given: argparse.Namespace, root: Path, relay: Relay, name: str, 
         try:
             said, _ = await asyncio.wait_for(process.communicate(), SECONDS)
         except TimeoutError:
-            os.killpg(process.pid, 9)
             said = b"it did not end"
+        finally:
+            with suppress(ProcessLookupError):  # an agent and what it started outlive no run
+                os.killpg(process.pid, 9)
         mine = sum(
             turn.client == re.sub(r"\W+", "-", name) and turn.session == session for turn in relay.turns[before:]
         )

@@ -344,6 +344,7 @@ class Ending:
         if call.span is not None:
             call.span.note({"http.response.status_code": status})
             call.span.end(f"status {status}" if status >= 500 else "")
+        self.error = call.failure = None  # its traceback has the request: a reference cycle
 
 
 @dataclass(eq=False)

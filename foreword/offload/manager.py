@@ -412,8 +412,11 @@ class OffloadManager:
 
     def _count_usable(self, frames: Iterable[Frame], groups: Sequence[int]) -> int:
         """How many of these frames of blocks, up to the first that is not, are as long as the blocks are and not encoded."""
-        lengths, heads = (self._staging.block_bytes[group] for group in groups), (frame.header for frame in frames)
-        fits = (one.codec == RAW and one.length == size for one, size in zip(heads, lengths, strict=False))
+        lengths = (self._staging.block_bytes[group] for group in groups)
+        fits = (
+            frame.header.codec == RAW and frame.header.length == size
+            for frame, size in zip(frames, lengths, strict=False)
+        )
         return sum(1 for _ in itertools.takewhile(bool, fits))
 
     def _is_slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from foreword.store.key_interfaces import TenantKeys
 
 SCAN_WITHIN = 600.0  # seconds for a scan of all tiers
+_SYNC_WITHIN = 60.0  # seconds until a busy device has one folder or piece
 KEY_STORE = "key store"  # the place of data keys in receipts
 _ROUNDS = 3  # how often a tier is swept while a sweep finds something
 _CANONICAL: Any = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": True}
@@ -345,7 +346,7 @@ def forget_chains(store: TieredStore, layout: Layout, root: bytes, keys: Sequenc
     chosen = None
     if keys:
         chosen = erasure.stored_chains(start, fingerprint).of_prefix(block_names(fingerprint, start, keys))
-    erasure.sweep([(fingerprint, start)], lambda _: False, chosen)
+    erasure.sweep([(fingerprint, start)], None, chosen)
     what = f"{len(keys)} blocks of a prefix" if keys else "all blocks"
     return erasure.receipt(f"{what} of the layout {fingerprint.hex()}")
 
@@ -393,7 +394,7 @@ class _Erasure:
     def sweep(
         self,
         prefixes: Sequence[tuple[bytes, bytes]],
-        wanted: Callable[[str], bool],
+        wanted: Callable[[str], bool] | None,
         chosen: Collection[Name] | None = None,
     ) -> None:
         """Delete the blocks with these layouts and roots, or those of them that are chosen, and the records of tenants whose
@@ -407,11 +408,13 @@ class _Erasure:
             for prefix in prefixes:
                 self._sweep_tier(tier, prefix, chosen)
             # One that does not answer is not asked twice.
-            if tier in self._store.record_tiers and self._place(tier).outcome not in _REFUSED:
+            records = wanted is not None and tier in self._store.record_tiers
+            if wanted is not None and records and self._place(tier).outcome not in _REFUSED:
                 self._remove_records(tier, wanted)
-                for layout, root in prefixes if self._done(tier) else ():
-                    until = time.monotonic() + SCAN_WITHIN
-                    any(stream(tier, partial(tier.store.sync_deletions, layout, root, deadline=until)))
+            if self._done(tier):
+                until = time.monotonic() + SCAN_WITHIN
+                sync = partial(tier.store.sync_deletions, prefixes, records=records, deadline=until)
+                any(stream(tier, sync, within=_SYNC_WITHIN))
 
         self._each(self._tiers, work)
 
@@ -455,7 +458,7 @@ class _Erasure:
         chains = self.stored_chains(root)
         starts = {name for name in chains.blocks if key_of(name) == key}
         chosen = chains.descendants(starts) | chains.behind(key) | chains.behind_gaps(depth)
-        self.sweep([(b"", root)], lambda _: False, chains.of_all_groups(chosen))
+        self.sweep([(b"", root)], None, chains.of_all_groups(chosen))
 
     def stored_chains(self, root: bytes, layout: bytes = b"") -> StoredChains:
         """The blocks of a root, and of one layout if it is given, in all tiers that can be scanned."""

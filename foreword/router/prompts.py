@@ -442,11 +442,13 @@ async def _first_answer(
 
 def _worth(pool: TokenizingPool, size: int, found: KnownPrefix | None) -> float:
     """Seconds that it is worth to wait for tokens: the time to compute what is not known yet, of a body of `size` bytes. What
-    follows a whole known prompt is new everywhere, so a conversation's next turn waits for no hit."""
+    follows a whole known prompt is new everywhere, so a conversation's next turn waits for no hit if the tokens of the turn
+    before are known, or where it was sent."""
     if found is None:
         return pool.worth_waiting(size // _BYTES_PER_TOKEN, 0)
     known = min(len(found.tokens), found.total)
-    return pool.worth_waiting(0 if found.exact else found.total - known, known)
+    located = max(known, sum(found.held.values()))
+    return pool.worth_waiting(found.length - located if found.exact else found.total - known, known)
 
 
 def _learn_late(known: KnownPrompts, chain: PromptChain, pending: asyncio.Future[array[int] | None]) -> None:

@@ -608,6 +608,7 @@ class Router:
                 key_model(pool.model, info.weights).encode(),
                 info.block_size,
                 counts_copies=counts,
+                on_clear=pool.known.removed,
             )
             subscription = KvEventSubscription(self._zmq, feed, endpoint, replay, key)
             self.subscriptions.setdefault(upstream.url, []).append(subscription)

@@ -14,7 +14,7 @@ Blocks with the salt PUBLIC in their extra keys are public: the directory learns
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -94,6 +94,7 @@ class KvEventFeed:
         max_blocks: maximum number of known hashes.
         counts_copies: the replica reports every copy of a block and the removal of each, as vLLM does. Foreword's own engine
             reports a removal only when no copy is left.
+        on_clear: called with the replica's name whenever everything about it is forgotten.
 
     Attributes:
         next: number of the next message. A replay starts there.
@@ -108,8 +109,10 @@ class KvEventFeed:
         *,
         max_blocks: int = 1_000_000,
         counts_copies: bool = True,
+        on_clear: Callable[[str], None] | None = None,
     ) -> None:
         self.replica = replica
+        self._on_clear = on_clear
         self.counters = FeedCounters()
         self._directory = directory
         self._model = model
@@ -209,6 +212,8 @@ class KvEventFeed:
 
     def _clear(self) -> None:
         self._directory.cleared(self.replica)
+        if self._on_clear is not None:
+            self._on_clear(self.replica)
         self.counters.clears += 1
 
 

@@ -172,8 +172,8 @@ class PlacedRequest(SentRequest):
         self.decoding.load.finished(self, now)
 
 
-# Decides whether a prompt is computed on another replica than the one that decodes, given the replicas for either, and the name
-# of the session's (`disaggregation.DisaggregationPolicy.choose`).
+# The policy that decides whether a prompt is computed on another replica than the one that decodes, given the replicas for
+# either, and the name of the session's (`disaggregation.DisaggregationPolicy.choose`).
 Disaggregation = Callable[[PlacementQuery, Sequence[Candidate], Sequence[Candidate], Policy, str | None], Decision]
 
 

@@ -320,9 +320,11 @@ class Store(Protocol):
         except StoreError as error:
             yield Erased.failed(error)
 
-    def sync_deletions(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[None]:
-        """Make what was deleted with this layout and roots that begin with these bytes, and of these tenants' records, stay so
-        after a loss of power, in steps. Raises StoreError. A store that is no folder of this machine has nothing to do."""
+    def sync_deletions(
+        self, prefixes: Sequence[tuple[bytes, bytes]], *, records: bool = False, deadline: float
+    ) -> Iterator[None]:
+        """Make what was deleted with these layouts and roots that begin so, and records of these tenants, stay deleted after a
+        loss of power, in steps. Raises StoreError. Only a disk store does it."""
         return iter(())
 
     def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:

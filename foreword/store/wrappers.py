@@ -88,9 +88,11 @@ class StoreWrapper(Store):
             return iter([Erased.failed(error)])
         return self.inner.erase_steps(layout, root, chosen=chosen, deadline=deadline)
 
-    def sync_deletions(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[None]:
+    def sync_deletions(
+        self, prefixes: Sequence[tuple[bytes, bytes]], *, records: bool = False, deadline: float
+    ) -> Iterator[None]:
         self.before_call(deadline)
-        return self.inner.sync_deletions(layout, root, deadline=deadline)
+        return self.inner.sync_deletions(prefixes, records=records, deadline=deadline)
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self.before_call(deadline)

@@ -44,6 +44,22 @@ def test_a_short_measurement_tells_long_prompts_of_a_dense_model(speed: int) -> 
         assert 0.5 < expected.compute(tokens, 0) / true.compute(tokens, 0) < 2
 
 
+def test_a_model_without_quadratic_attention_is_overrated_until_it_computes_long_prompts() -> None:
+    """A hybrid, linear or sliding-window model is expected to take up to six times as long for 432,000 tokens as it does, until
+    prompts of different lengths have been computed: then within a tenth."""
+    true = ReplicaCosts(prefill=1.1e-4, first=0.02, attention=0.0)
+    model = CostKinds().of("both", None, "m", took(true.first + true.compute(2000, 0)))
+
+    def error() -> float:
+        return model.costs.compute(432_000, 0) / true.compute(432_000, 0)
+
+    assert 1 < error() < 6
+    for number in range(96):
+        tokens = 500 + 1000 * (number % 48)
+        model.observe_first_token(tokens, 0, true.first + true.compute(tokens, 0), pairs=pairs(tokens, 0))
+    assert error() == pytest.approx(1, rel=0.1)
+
+
 @pytest.mark.parametrize("measured", [None, took(0.0), took(math.inf), took(-1.0), took(math.nan), took(1.0, 0)])
 def test_without_a_measurement_costs_are_those_of_the_machine(measured: Measurement | None) -> None:
     """A replica that was not measured, or of which a number cannot be, has the costs of others of its machine, else the general

@@ -195,6 +195,24 @@ def test_a_late_subscriber_uses_what_is_replayed() -> None:
     assert directory.lookup(keys_of(TEXT[:8] + [7] * 8)).of("r")[CacheTier.DEVICE] == 4
 
 
+def test_what_is_known_otherwise_of_a_cleared_replica_is_told_to_be_gone() -> None:
+    """Whenever the feed forgets a replica's blocks, it says so: when the replica clears them, after a gap, and at a restart. It
+    does not when blocks are stored or removed."""
+    cleared = list[str]()
+    one = KvEventFeed(Directory(10_000), "r", b"m", BLOCK, on_clear=cleared.append)
+    one.receive(0, [stored(TEXT)])
+    one.receive(1, [removed(hashes_of(TEXT)[5:])])
+    assert cleared == []
+    one.receive(2, [{"type": "AllBlocksCleared"}])
+    assert cleared == ["r"]
+    one.receive(5, [])
+    assert cleared == ["r"] * 2
+    assert not one.published(6)
+    one.receive(6, [])
+    one.published(0)
+    assert cleared == ["r"] * 3
+
+
 def test_a_restart_clears_the_replica() -> None:
     """A published message with an earlier number means that the replica restarted and holds nothing."""
     directory, one = feed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from array import array
 from collections.abc import Iterator, Sequence
@@ -12,17 +13,20 @@ from typing import Any
 import aiohttp
 import http_client
 import pytest
+import zmq
 from aiohttp import web
 from router_parts import Loop, RouterThread
-from scripted_replica import ScriptedReplica
+from scripted_replica import ScriptedReplica, metrics_of
 from shared_server import until
 
 from foreword.api.dialects.decode import Limits
 from foreword.api.request import GenerateRequest
 from foreword.blocks.salt import Salt
+from foreword.kv_event_wire import encode_batch, encode_number
 from foreword.router.prompt_chain import prompt_chain
 from foreword.router.prompts import PromptTokenizer, TokenizedPrompt
 from foreword.router.replica_body import parse_request
+from foreword.router.replicas import clock
 from foreword.routing.known_prompts import KnownPrompts
 
 BLOCK = 16
@@ -84,10 +88,10 @@ def loop() -> Loop:
 
 @contextmanager
 def routed(
-    loop: Loop, count: int, *more: str, events: str = ""
+    loop: Loop, count: int, *more: str, events: str = "", kind: type[CountingReplica] = CountingReplica
 ) -> Iterator[tuple[RouterThread, list[CountingReplica]]]:
     """A router in front of replicas that waits for tokens only as long as a hit can save. `events`: where they send events."""
-    replicas = [CountingReplica(loop) for _ in range(count)]
+    replicas = [kind(loop) for _ in range(count)]
     urls = [part for one in replicas for part in ("--replica", one.url + events)]
     router = RouterThread(*urls, "router.tokenize_patience=0", *more)
     try:
@@ -149,6 +153,47 @@ def test_prompts_that_are_never_tokenized_find_replicas_that_send_events(loop: L
         decided = http_client.get(f"{router.url}/v1/router/decisions?last={TURNS * CONVERSATIONS}").json()["data"]
         found = sum(one["expected_cached_tokens"] > one["prompt_tokens"] // 2 for one in decided)
         assert found == (TURNS - 1) * CONVERSATIONS
+
+
+class EventReplica(CountingReplica):
+    """Publishes its block size, without which a router reads no KV events."""
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        config = f'vllm:cache_config_info{{engine="0",block_size="{BLOCK}",num_gpu_blocks="1000"}} 1.0\n'
+        return web.Response(text=metrics_of(self.weights) + config)
+
+
+def test_a_replica_that_clears_its_blocks_has_no_text_either(loop: Loop) -> None:
+    """After `AllBlocksCleared`, such as by vLLM's `/reset_prefix_cache`, a conversation that was never tokenized is expected to
+    have nothing at the replica to which it was sent, where it had the turn before."""
+    with zmq.Context() as context, context.socket(zmq.PUB) as source:
+        source.linger = 0
+        port = source.bind_to_random_port("tcp://127.0.0.1")
+        with routed(
+            loop, 2, "router.tokenize_timeout=0.05", events=f" events=tcp://127.0.0.1:{port}", kind=EventReplica
+        ) as (router, replicas):
+            for one in replicas:
+                one.speaks(False)
+            messages = [{"role": "system", "content": "rules " * 2000}]
+
+            def expected() -> int:
+                """Cached tokens that the next turn is expected to have."""
+                messages.append({"role": "user", "content": "go on"})
+                ask(router, messages)
+                messages.append({"role": "assistant", "content": "ok"})
+                [decision] = http_client.get(f"{router.url}/v1/router/decisions?last=1").json()["data"]
+                return int(decision["expected_cached_tokens"])
+
+            assert expected() == 0 and expected() > 1000
+            numbers = itertools.count()
+
+            def cleared() -> bool:
+                payload = encode_batch(0.0, [["AllBlocksCleared"]])
+                source.send_multipart([b"", encode_number(next(numbers)), payload])
+                return router.metric("foreword:router_kv_events_total", kind="clears") >= 2
+
+            until(cleared)
+            assert expected() == 0
 
 
 def test_a_second_replica_is_asked_beside_a_silent_one(loop: Loop) -> None:
@@ -270,6 +315,20 @@ def chat(*texts: str) -> GenerateRequest:
     return parse_request("chat", json.dumps(body).encode(), Limits())
 
 
+def tokenized(pool: PoolOfSilence, *requests: GenerateRequest) -> list[TokenizedPrompt]:
+    """The prompts of these requests as far as they are known."""
+
+    async def tokenize() -> list[TokenizedPrompt]:
+        async with aiohttp.ClientSession() as session:
+            tokenizer = PromptTokenizer(session, {}, 60.0)
+            try:
+                return [await tokenizer.tokenize(one, pool) for one in requests]
+            finally:
+                tokenizer.close()
+
+    return asyncio.run(tokenize())
+
+
 def test_the_next_turn_waits_for_no_hit() -> None:
     """A turn behind a prompt that is known as a whole waits for its tokens as if it added nothing, however long it is: its
     addition was computed nowhere. A prompt that only shares a beginning waits as long as its rest takes to compute."""
@@ -278,16 +337,23 @@ def test_the_next_turn_waits_for_no_hit() -> None:
     assert chain is not None
     pool.known.learn(chain, tokens)
 
-    async def tokenize(*requests: GenerateRequest) -> list[TokenizedPrompt]:
-        async with aiohttp.ClientSession() as session:
-            tokenizer = PromptTokenizer(session, {}, 60.0)
-            try:
-                return [await tokenizer.tokenize(one, pool) for one in requests]
-            finally:
-                tokenizer.close()
-
-    turn, other = asyncio.run(tokenize(chat("one", "ok", "two " * 5000), chat("another")))
+    turn, other = tokenized(pool, chat("one", "ok", "two " * 5000), chat("another"))
     assert (turn.source, len(turn.tokens)) == ("known", 1000) and turn.count > 5000
     assert other.source == "known" and 0 < len(other.tokens) < 1000
     (added, before), (rest, shared) = pool.asked
     assert (added, before) == (0, 1000) and rest > 0 and shared == len(other.tokens)
+
+
+def test_a_turn_waits_if_only_the_length_of_the_one_before_is_known() -> None:
+    """A turn behind a prompt of which a replica told the length, and which was never tokenized, waits as long as that takes to
+    compute, unless it is known where it was sent: any replica may have it."""
+    chain, pool = prompt_chain(chat("one"), "m", Salt()), PoolOfSilence()
+    assert chain is not None
+    pool.known.placed(chain, 900, "r", clock(), by_keys=False)
+    pool.known.counted(chain, 1000)
+    turn = chat("one", "ok", "two " * 5000)
+    [there] = tokenized(pool, turn)
+    pool.known.removed("r")
+    [gone] = tokenized(pool, turn)
+    assert there.held and not gone.held
+    assert pool.asked == [(0, 0), (1000, 0)]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import pytest
 from example_counts import represented
@@ -40,7 +41,7 @@ from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, Stor
 from foreword.store.base import BAD
 from foreword.store.disk import opener, recovery, writer
 from foreword.store.disk.disk_store import DiskStore
-from foreword.store.disk.files import BlockFile, read_block_header
+from foreword.store.disk.files import BlockFile, BlockFiles, DiskFull, read_block_header
 from foreword.store.frame import HEADER_BYTES, Frame, Header, check
 from foreword.store.tier_counters import TierState
 from foreword.store.tiered import TieredStore
@@ -370,6 +371,19 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
         store.close()
 
     assert in_child(child) == 0
+
+
+def test_a_write_that_never_finds_room_evicts_for_its_repetitions_only(tmp_path: Path) -> None:
+    """A block that a full disk never takes is written four times. Blocks of one, two and four times its size make way for the
+    three repetitions, and none after the last."""
+    older, large = make_frames(26, 200, 1 << 16), make_frames(27, 1, 1 << 20)
+    full = mock.patch.object(BlockFiles, "write", side_effect=DiskFull("the disk is full"))
+    with closing(DiskStore(tmp_path, 1 << 30)) as store:
+        assert store.put(older, deadline=soon()) == 200
+        with mock.patch.object(BlockFiles, "write_many", return_value=0), full as write, pytest.raises(StoreFull):
+            store.put(large, deadline=soon())
+        assert write.call_count == 4
+        assert 110 < store.present(names_of(older), deadline=soon()).count(False) < 130
 
 
 @pytest.mark.parametrize("index", ["there", "gone"])

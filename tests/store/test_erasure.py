@@ -1,5 +1,6 @@
 """Erasure of tenants, models and prefixes: complete with gaps and without an index, and true about what it could not do."""
 
+import errno
 import json
 import math
 import os
@@ -7,7 +8,9 @@ import re
 import shutil
 import signal
 import sqlite3
+import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,11 @@ import pytest
 from processes import die_in_python, in_child
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.layout import LayerLayout, Layout
-from foreword.blocks.salt import Salt, tenant_digest
-from foreword.conformance import FlakyStore, present, soon
-from foreword.errors import NotFound
-from foreword.prefixes.erasure import forget_model, forget_prefix, forget_tenant, sign
+from foreword.blocks.layout import LayerLayout, Layout, key_of
+from foreword.blocks.salt import TENANT_BYTES, Salt, tenant_digest
+from foreword.conformance import FlakyStore, make_frames, present, put_all, soon
+from foreword.errors import NotFound, StoreError
+from foreword.prefixes.erasure import erase_prefixes, forget_chain, forget_model, forget_prefix, forget_tenant, sign
 from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
 from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore
@@ -317,3 +320,79 @@ def test_blocks_of_format_1_are_dropped(tmp_path: Path) -> None:
         time.sleep(0.01)
     assert not old.exists() and store.put(chain(ANN, 1), deadline=soon()) == 10
     store.close()
+
+
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the files and folders that are synced from now on."""
+    paths = list[str]()
+    monkeypatch.setattr(os, "fsync", lambda handle: paths.append(os.readlink(f"/proc/self/fd/{handle}")))
+    return paths
+
+
+def test_only_pieces_that_were_changed_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece that an erasure does not change, and that is older than what a system keeps in memory, costs it no sync."""
+    store = DiskStore(str(tmp_path), 1 << 20, pieces=8 << 10)
+    frames = make_frames(1, 12, 1000)
+    for batch in (frames[:4], frames[4:8], frames[8:]):
+        put_all(store, batch)
+    pieces = sorted(tmp_path.glob("*/*/pieces/*"))
+    assert len(pieces) == 3
+    for one in pieces:
+        os.utime(one, (1, 1))
+    paths, header = synced(monkeypatch), frames[0].header
+    store.delete([frames[0].name], deadline=soon())
+    list(store.sync_deletions([(header.layout, header.root)], deadline=soon()))
+    assert len({*paths} & {str(one) for one in pieces}) == 1
+    assert str(pieces[0].parent) in paths and str(tmp_path) in paths
+    store.close()
+
+
+def test_records_are_synced_where_an_erasure_removes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The erasure of several tenants syncs each folder of records once; that of a chain, which has no records, none."""
+    store = TieredStore([DiskStore(str(tmp_path), 1 << 20)])
+    frames = make_frames(1, 2, 1000)
+    put_all(store.tiers[0].store, frames)
+    roots = [frames[0].header.root, bytes(range(16))]
+    for root in roots:
+        store.put_record(f"retained/{'0' * 32}/{root.hex()}/one", b"private", deadline=soon())
+    paths = synced(monkeypatch)
+    assert forget_chain(store, roots[0], key_of(frames[0].name), 0).complete
+    assert paths and not [path for path in paths if "/records" in path]
+    paths.clear()
+    assert erase_prefixes(store, [root[:TENANT_BYTES] for root in roots], "all").complete
+    found = Counter(path for path in paths if "/records" in path)
+    assert found and set(found.values()) == {1}
+    store.close()
+
+
+def test_all_tiers_sync_what_they_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a tier that keeps no records stay deleted after a loss of power, too."""
+    store = TieredStore([DiskStore(str(tmp_path / name), 1 << 20) for name in "ab"], persistent=[1])
+    assert store.record_tiers == store.tiers[1:]
+    frames = make_frames(1, 2, 1000)
+    for tier in store.tiers:
+        put_all(tier.store, frames)
+    paths = synced(monkeypatch)
+    assert erase_prefixes(store, [frames[0].header.root[:TENANT_BYTES]], "all").complete
+    assert {str(tmp_path / name) for name in "ab"} <= set(paths)
+    store.close()
+
+
+@pytest.mark.parametrize("wrong", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_key_store_does_without_no_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    """Where folders cannot be synced, a store that promises each record refuses to put one. Other stores put it."""
+    fsync = os.fsync
+
+    def only_files(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(wrong, "folders are not synced")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    keys, other = (DiskStore(str(tmp_path / name), 1 << 20, sync_records=name == "keys") for name in ("keys", "other"))
+    with pytest.raises(StoreError):
+        keys.put_record("keys/a", b"key", deadline=soon())
+    other.put_record("erasures/a", b"note", deadline=soon())
+    assert other.get_record("erasures/a", deadline=soon()) == b"note"
+    keys.close()
+    other.close()

@@ -14,6 +14,7 @@ from power_loss_campaign import run
 
 from foreword.conformance.frames import LAYOUT, make_frames
 from foreword.prefixes.open_erasures import ERASURES
+from foreword.store.layout_records import LAYOUTS
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 
@@ -139,7 +140,7 @@ frames = make_frames(1, 4, 1000)
 put_all(store, frames)
 header, chosen = frames[1].header, {frames[1].name}
 assert sum(step.removed for step in store.erase_steps(header.layout, header.root, chosen=chosen, deadline=soon())) == 1
-list(store.sync_deletions(header.layout, header.root, deadline=soon()))
+list(store.sync_deletions([(header.layout, header.root)], deadline=soon()))
 store.delete([frames[2].name], deadline=soon())
 os._exit(0)
 """
@@ -157,11 +158,20 @@ def test_the_campaign_notices_deletions_that_are_not_synced(library: Path, tmp_p
     assert any("/pieces/" in name for left in found for name in left)
 
 
-@pytest.mark.parametrize("lasting", [True, False])
-def test_an_erasures_note_outlives_a_loss_of_power(library: Path, tmp_path: Path, lasting: bool) -> None:
-    """The record of an erasure that is open is there, whole, in every state, and so is none that was deleted. Other records
-    need not be: a lease that is lost is a miss."""
-    kept, gone = (ERASURES.key(name) if lasting else f"retained/a/b/{name}" for name in ("kept", "gone"))
+@pytest.mark.parametrize(
+    ("kind", "lasting"),
+    [
+        (ERASURES.key(""), True),
+        ("namespaces/", True),
+        (LAYOUTS.key(""), True),
+        ("prefixes/a/b/", True),
+        ("retained/a/b/", False),
+    ],
+)
+def test_records_that_outlive_a_loss_of_power(library: Path, tmp_path: Path, kind: str, lasting: bool) -> None:
+    """The record of an open erasure, of a namespace, of a layout, and of a named prefix is there, whole, in every state, and so
+    is none that was deleted. Other records need not be: a lease that is lost is a miss."""
+    kept, gone = (kind + name for name in ("kept", "gone"))
     program = f"""
 from foreword.store.disk.files import RecordFiles
 records = RecordFiles(FOLDER + "/records")

@@ -50,4 +50,5 @@ class Dialect:
         except BadRequest as refusal:
             limits.check(raw)
             request = read_foreign(self.parse, body, limits, refusal)
+            refusal.with_traceback(None)  # the request keeps it, and the traceback the request
         return replace(request, body=body, model=request.model or None)  # vLLM takes an empty name for none

@@ -54,7 +54,12 @@ _TOKENS = 256
 # Elements per layer and block.
 _SAMPLE = 1024
 _POSITIONS = (
-    *(1, 17, 255, 1_023, 2_047, 2_048),
+    1,
+    17,
+    255,
+    1_023,
+    2_047,
+    2_048,
     *(power - at for power in (1 << n for n in range(12, 21)) for at in (1, 0)),
 )
 # Attributes of layers that do not change KV: names and places, and how tensor parallelism divides a layer. The layouts say

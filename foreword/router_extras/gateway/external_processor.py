@@ -356,6 +356,7 @@ class _GatewayExchange:
     def close(self) -> None:
         """The gateway closed the stream, or it was ended here."""
         accounting, pick = self._accounting, self._pick
+        del self._accounting, self._call  # they have this exchange: a reference cycle
         if accounting.observed:
             return
         if pick is None or self._sees_response:

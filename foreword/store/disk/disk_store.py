@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Final, Literal
 
 from foreword.errors import (
@@ -458,8 +459,11 @@ class DiskStore(Store):
             yield Erased.failed(error)
         yield from map(Erased.failed, problems)
 
-    def sync_deletions(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[None]:
-        for step in itertools.chain(self._files.sync(layout, root), self._records.sync(root)):
+    def sync_deletions(
+        self, prefixes: Sequence[tuple[bytes, bytes]], *, records: bool = False, deadline: float
+    ) -> Iterator[None]:
+        # Only who erases needs it.
+        for step in import_module("foreword.store.disk.synced").steps(self.path, prefixes, records=records):
             self._check_open(deadline)
             yield step
 

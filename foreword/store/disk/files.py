@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -55,11 +55,13 @@ _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _NO_FILE: Final = {errno.ELOOP, errno.ENXIO, errno.ENODEV}  # a link, a socket or a device lies in the place of the file
 _UNREADABLE: Final = {errno.EACCES, errno.EPERM, errno.EIO, errno.EUCLEAN}
 _CREATE_ATTEMPTS: Final = 5
+_REMOVED: Final = frozenset({errno.ENOENT})
 # It was removed, it is no folder or file, or the file system does not write single folders back.
-_NOTHING_TO_SYNC: Final = _NO_FILE | {errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_NOTHING_TO_SYNC: Final = _REMOVED | _NO_FILE | {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _FORBIDDEN: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 WRITE_ARGUMENTS: Final = (c_int64, *(c_void_p,) * 4, c_double)
-_LASTING: Final = "erasures/"  # records that outlive a loss of power: of what an erasure has left to do
+# Records that outlive a loss of power. Without those of namespaces and layouts, blocks are of no use.
+_LASTING: Final = ("erasures/", "namespaces/", "layouts/", "prefixes/")
 
 OnError = Callable[[StoreError], None]
 
@@ -293,30 +295,19 @@ class BlockFiles:
 
     def prune(self, layout: bytes, root: bytes) -> None:
         """Remove the empty folders of these layouts and roots, which evictions have left."""
-        for outer in _digit_folders(self.folder, layout, skip):
-            for inner in _digit_folders(outer, root, skip):
-                for part in _entries(inner, skip):
+        for outer in digit_folders(self.folder, layout, skip):
+            for inner in digit_folders(outer, root, skip):
+                for part in entries_of(inner, skip):
                     _remove_empty(part.path, outer)
                 _remove_empty(inner, outer)
-
-    def sync(self, layout: bytes, root: bytes) -> Iterator[None]:
-        """Write the folders of these layouts and roots, and their pieces, to the device, one a step. Raises StoreError."""
-        for outer in _digit_folders(self.folder, layout, raise_error):
-            for inner in _digit_folders(outer, root, raise_error):
-                for part in _entries(inner, raise_error):
-                    made = _entries(part.path, raise_error) if part.name == pieces.FOLDER else ()
-                    yield from map(_sync, [*(one.path for one in made), part.path])
-                yield from map(_sync, [inner])
-            yield from map(_sync, [outer])
-        yield from map(_sync, [self.folder])
 
     def walk(self, layout: bytes = b"", root: bytes = b"", on_error: OnError = raise_error) -> Iterator[BlockFile]:
         """List all block files with this layout and roots that begin with these bytes (b"": any), complete or not, in no order.
         `on_error` is called for folders that cannot be read."""
-        for outer in _digit_folders(self.folder, layout, on_error):
-            for inner in _digit_folders(outer, root, on_error):
+        for outer in digit_folders(self.folder, layout, on_error):
+            for inner in digit_folders(outer, root, on_error):
                 prefix = bytes.fromhex(outer[-_HEX:] + inner[-_HEX:])
-                for part in _entries(inner, on_error):
+                for part in entries_of(inner, on_error):
                     if _FIRST_DIGITS.fullmatch(part.name):
                         yield from _block_files(part.path, prefix, on_error)
                     elif part.name == pieces.FOLDER:
@@ -324,7 +315,7 @@ class BlockFiles:
 
     def _walk_pieces(self, path: str, prefix: bytes, on_error: OnError) -> Iterator[BlockFile]:
         """The blocks of the pieces in a folder, and the pieces that are incomplete or broken."""
-        for entry in _entries(path, on_error):
+        for entry in entries_of(path, on_error):
             matched = _PIECE.fullmatch(entry.name)
             if matched is None:
                 continue
@@ -342,8 +333,8 @@ class BlockFiles:
     def remove_format_1(self) -> bool:
         """Remove the blocks of format 1, whose folders lie directly in those of their layouts. False if there are none."""
         found = False
-        for layout in _digit_folders(self.folder, b"", skip):
-            for part in _entries(layout, skip):
+        for layout in digit_folders(self.folder, b"", skip):
+            for part in entries_of(layout, skip):
                 if _FIRST_DIGITS.fullmatch(part.name) and part.is_dir(follow_symlinks=False):
                     found = True
                     shutil.rmtree(part.path, ignore_errors=True)
@@ -478,16 +469,17 @@ def write_atomically(path: str, temporary: str, data: bytes | memoryview, *, syn
         raise store_error(error) from error
 
 
-def write_back(path: str, last: str) -> None:
-    """Write the entries of a folder to the device, and of those above it up to the last one. Raises StoreError."""
-    _sync(path)
+def write_back(path: str, last: str, passed: Collection[int] = _NOTHING_TO_SYNC) -> None:
+    """Write the entries of a folder to the device, and of those above it up to the last one. `passed`: errors that are none.
+    Raises StoreError."""
+    sync_path(path, passed)
     while len(path) > len(last):
         path = os.path.dirname(path)
-        _sync(path)
+        sync_path(path, passed)
 
 
-def _sync(path: str) -> None:
-    """Write a file, or the entries of a folder, to the device, unless it was removed. Raises StoreError."""
+def sync_path(path: str, passed: Collection[int] = _NOTHING_TO_SYNC) -> None:
+    """Write a file, or the entries of a folder, to the device. `passed`: errors that are none. Raises StoreError."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -495,7 +487,7 @@ def _sync(path: str) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        if error.errno not in _NOTHING_TO_SYNC:
+        if error.errno not in passed:
             raise store_error(error) from error
 
 
@@ -507,7 +499,7 @@ def write_back_above(folder: str) -> None:
         device = os.stat(path).st_dev
         while path != "/" and os.stat(path := os.path.dirname(path)).st_dev == device:
             with contextlib.suppress(StoreError):
-                _sync(path)
+                sync_path(path)
 
 
 def _create(path: str) -> int:
@@ -560,7 +552,7 @@ def _read_all(handle: int, buffer: memoryview, size: int) -> int:
     return done
 
 
-def _entries(path: str, on_error: OnError) -> Iterator[os.DirEntry[str]]:
+def entries_of(path: str, on_error: OnError) -> Iterator[os.DirEntry[str]]:
     """The entries of a folder, also of one that is linked, none if it does not exist. A link that leads nowhere may lead there
     again: it cannot be read, as what stands in the place of a folder."""
     try:
@@ -571,18 +563,18 @@ def _entries(path: str, on_error: OnError) -> Iterator[os.DirEntry[str]]:
             on_error(StoreUnreadable(f"a folder cannot be read: {error}"))
 
 
-def _digit_folders(path: str, wanted: bytes, on_error: OnError) -> Iterator[str]:
+def digit_folders(path: str, wanted: bytes, on_error: OnError) -> Iterator[str]:
     """Paths of the folders of layouts or roots, or of those that begin with the wanted bytes."""
     start = wanted.hex()
     if len(start) == _HEX:
         yield f"{path}/{start}"
         return
-    found = (entry for entry in _entries(path, on_error) if _DIGITS.fullmatch(entry.name))
+    found = (entry for entry in entries_of(path, on_error) if _DIGITS.fullmatch(entry.name))
     yield from (entry.path for entry in found if entry.name.startswith(start))
 
 
 def _block_files(path: str, prefix: bytes, on_error: OnError) -> Iterator[BlockFile]:
-    for entry in _entries(path, on_error):
+    for entry in entries_of(path, on_error):
         matched = _BLOCK.fullmatch(entry.name)
         if matched is None or not entry.is_file(follow_symlinks=False):
             continue
@@ -596,12 +588,14 @@ class RecordFiles:
     """Records below `folder`. A part of a key ends in `=` as a folder and in `~` as a file, so `a` and `a/b` can coexist.
 
     Args:
-        sync: a record that was put or deleted is so after a loss of power, too; else those of erasures.
+        sync: a record that was put or deleted is so after a loss of power, too, or that is an error; else those of erasures,
+            namespaces, layouts and named prefixes, where the file system can do it.
     """
 
     def __init__(self, folder: str, *, sync: bool = False) -> None:
         self._folder = folder
         self._sync = sync
+        self._passed = _REMOVED if sync else _NOTHING_TO_SYNC
         self._above = False  # the folders above are on the device
 
     def _path(self, key: str) -> str:
@@ -613,7 +607,7 @@ class RecordFiles:
         write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data), sync=sync)
         if sync:
             # Also folders that another process has made: it may not have come to this yet.
-            write_back(os.path.dirname(path), self._folder)
+            write_back(os.path.dirname(path), self._folder, self._passed)
             if not self._above:
                 write_back_above(self._folder)
                 self._above = True
@@ -631,15 +625,8 @@ class RecordFiles:
         removed = remove_file(path)
         last = _remove_empty(os.path.dirname(path), self._folder)
         if self._sync or key.startswith(_LASTING):
-            write_back(last, last)
+            write_back(last, last, self._passed)
         return removed
-
-    def sync(self, root: bytes) -> Iterator[None]:
-        """Write the folders of tenants with these first bytes of digests to the device, one a step. Raises StoreError."""
-        kinds = [one.path for one in _entries(self._folder, raise_error) if one.is_dir()]
-        scopes = [one.path for kind in kinds for one in _entries(kind, raise_error) if one.is_dir()]
-        found = [one for scope in scopes for one in _entries(scope, raise_error) if one.name.startswith(root.hex())]
-        yield from map(_sync, [*(one.path for one in found), *scopes, *kinds, self._folder])
 
     def keys(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, sorted. Raises PartialListing if a folder cannot be read."""

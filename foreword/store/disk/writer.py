@@ -565,7 +565,8 @@ class BlockWriter:
             except DiskFull:
                 self._note_full(size)
                 need = max(size, self.totals[1] // _ROOM_SHARE) << attempt
-                if not self.with_room(partial(self._evict, need, now, deadline), deadline, frames):
+                last = attempt == _ROOM_ATTEMPTS - 1
+                if last or not self.with_room(partial(self._evict, need, now, deadline), deadline, frames):
                     return False
             except StoreFull:
                 return False
