@@ -456,15 +456,13 @@ def choose(store: TieredStore, base: bytes, mine: Observations, layouts: Sequenc
     """
     where = NAMESPACES.key(folder_of(base), "")
     found, complete = records_at(store, where, mine.name)
-    known = [record for record in found if record.measured]
-    compared = [(record, mine.difference(record.evidence)) for record in known]
+    compared = [(record, mine.difference(record.evidence)) for record in found if record.measured]
     reasons = [(record, why) for record, why in compared if why]
     # A namespace that a server with other KV has too is not used: both have started at the same time.
     others = {record.namespace for record, _ in reasons}
     equal = next((record for record, why in compared if not why and record.namespace not in others), None)
     if equal is not None:
-        shared = bytes.fromhex(equal.namespace)
-        _write(store, base, mine, shared)
+        _write(store, base, mine, shared := bytes.fromhex(equal.namespace))
         log.info("Foreword: KV in the stores that %s saved is used", equal.vllm)
         return shared
     seen = "\x00".join([json.dumps(dict(mine.resolved), sort_keys=True), *sorted(mine.measured)]).encode()
