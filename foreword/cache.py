@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from hashlib import sha256
@@ -18,6 +19,7 @@ from foreword.store.frame import HEADER_BYTES
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_FIELD_NAME: Final = re.compile(":[^:]*:")  # in the format of a buffer
 _LARGEST_BLOCK_TOKENS: Final = 2**32 - 1
 # A batch is copied once before it is saved, and lies in memory once while it is loaded.
 _BATCH_BYTES: Final = 32 << 20
@@ -59,8 +61,6 @@ class Cache:
     ) -> None:
         self.block_tokens = _size("block_tokens", block_tokens, _LARGEST_BLOCK_TOKENS)
         self.block_bytes = _size("block_bytes", block_bytes)
-        if not isinstance(timeout, int | float) or not timeout > 0:
-            raise BadRequest(f"timeout is {timeout!r}; it must be a number of seconds above 0", param="timeout")
         if not model:
             raise BadRequest("the model has no name: KV of different models must never be mixed up", param="model")
         for url in stores:
@@ -69,7 +69,7 @@ class Cache:
                     f"a store is {url!r}; give URLs one by one, each a text: Cache('memory://', 'disk:///var/cache/kv')",
                     param="stores",
                 )
-        self._timeout = float(timeout)
+        self._timeout = _seconds("timeout", timeout)
         self._open = True
         digest = sha256(b"foreword/cache\x00" + _encoded("model", model)).digest()
         layout = Layout(digest, self.block_tokens, (), "uint8", order="opaque", opaque_bytes=self.block_bytes)
@@ -119,6 +119,7 @@ class Cache:
                 row[: self.block_bytes] = _bytes_of(block, number, self.block_bytes)
             if not self._blocks.save(keys, first + low, rows, deadline):
                 return False
+        self._check_open()  # what was given to a store that another thread has closed may be lost
         return True
 
     def keep(self, tokens: Sequence[int]) -> int:
@@ -200,6 +201,16 @@ def _size(name: str, value: int, most: int | None = None) -> int:
     return size
 
 
+def _seconds(name: str, value: float) -> float:
+    """A time as a `float`, also one of numpy. Raises BadRequest."""
+    try:
+        if not isinstance(value, str | bytes | bool) and float(value) > 0:
+            return float(value)
+    except (TypeError, ValueError):
+        pass
+    raise BadRequest(f"{name} is {value!r}; it must be a number of seconds above 0", param=name)
+
+
 def _encoded(name: str, text: str) -> bytes:
     """Raises BadRequest for what is no text of Unicode characters."""
     try:
@@ -215,7 +226,7 @@ def _bytes_of(block: Buffer, number: int, length: int) -> memoryview:
     """
     try:
         data = memoryview(block)
-        if "O" in data.format:
+        if "O" in _FIELD_NAME.sub("", data.format):
             raise TypeError("its items are Python objects, which have no bytes of their own")
         if data.nbytes == length:
             return data.cast("B")

@@ -233,6 +233,8 @@ def test_wrong_arguments(tmp_path: Path, cache: Cache) -> None:
         ({"timeout": None}, BadRequest),
         ({"timeout": float("nan")}, BadRequest),
         ({"timeout": 0}, BadRequest),
+        ({"timeout": True}, BadRequest),
+        ({"timeout": "5"}, BadRequest),
     ):
         with pytest.raises(error):
             Cache(memory, **{"model": "one", **SIZES, **given})  # type: ignore[arg-type]
@@ -256,11 +258,40 @@ def test_sizes_of_numpy(tmp_path: Path) -> None:
     store = f"disk://{tmp_path}/kv?size=1MiB"
     with Cache(store, model="one", block_tokens=np.int64(TOKENS), block_bytes=np.prod([BYTES // 4, 4])) as cache:  # type: ignore[arg-type]
         cache.save(range(TOKENS), [bytes(BYTES)])
-    with Cache(store, model="one", **SIZES) as cache:
+    with Cache(store, model="one", timeout=np.float32(5), **SIZES) as cache:  # type: ignore[arg-type]
         assert cache.find(range(TOKENS)) == TOKENS
 
 
-@pytest.mark.parametrize("name", ["a b", "100%", "a%2525b", "ä", "[1]", "a:b@c", "a%3Fb%23c", "b\udcff", "a%0Ab", "~"])
+def test_arrays_of_named_fields() -> None:
+    """An array whose fields have names is bytes, whatever the names; one that has Python objects in a field is refused."""
+    with Cache("memory://?size=1MiB", model="one", **SIZES) as cache:
+        block = np.zeros(BYTES // 4, [("O", "<f2"), ("V", "<f2")])
+        assert cache.save(range(TOKENS), [block])
+        with pytest.raises(BadRequest, match="Python objects"):
+            cache.save(range(TOKENS), [np.zeros(BYTES // 8, [("V", "O")])])
+
+
+class _Closing(list[bytes]):
+    """Blocks that close the cache once they are taken."""
+
+    cache: Cache
+
+    def __getitem__(self, index: Any) -> Any:
+        self.cache.close()
+        return super().__getitem__(index)
+
+
+def test_a_cache_that_is_closed_during_a_save() -> None:
+    """A save during which another thread closes the cache does not say that all was saved."""
+    blocks = _Closing([bytes(BYTES)])
+    blocks.cache = Cache("memory://?size=1MiB", model="one", **SIZES)
+    with pytest.raises(BadRequest, match="closed"):
+        blocks.cache.save(range(TOKENS), blocks)
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "100%", "a%2525b", "ä", "[1]", "a:b@c", "a%3Fb%23c", "b\udcff", "b%FF", "a%0Ab", "~"]
+)
 def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
     """A folder may have any name that the system gives one, also bytes that are no text: another opening finds what was saved,
     and the folder is the one that was named."""
@@ -269,13 +300,13 @@ def test_a_folder_of_any_name(tmp_path: Path, name: str) -> None:
         cache.save(range(TOKENS), [bytes(BYTES)])
     with Cache(url, model="one", **SIZES) as cache:
         assert cache.find(range(TOKENS)) == TOKENS
-    assert os.listdir(tmp_path) == [unquote(name)]
+    assert os.listdir(tmp_path) == [unquote(name, errors="surrogateescape")]
 
 
 @pytest.mark.parametrize("name", ["a\tb", "a\nb", "a\rb", "a%00b", "a\ud800"])
 def test_characters_that_no_folder_has(tmp_path: Path, name: str) -> None:
     """Characters that a parser of URLs would leave out, and those that no system takes in a name, are refused, and no other
     folder is made."""
-    with pytest.raises(StoreError, match="no path or name"):
+    with pytest.raises(StoreError, match="no URL has; %09 is a tab"):
         Cache(f"disk://{tmp_path}/{name}", model="one", **SIZES)
     assert not os.listdir(tmp_path)

@@ -37,7 +37,7 @@ MAX_N = 128
 MAX_RETENTIONS = 16
 MAX_BAD_WORDS = 256
 _SHOWN_TEXT = 60
-_HALF: Final = re.compile("[\ud800-\udfff]")
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,10 @@ class SamplingParams:
         if self.allowed_token_ids == ():
             raise BadRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")
         for name in ("stop", "bad_words"):
-            if any(map(_HALF.search, getattr(self, name))):
-                raise BadRequest(f"{name} has half of a character, which no text has", param=name)
+            if any(map(_SURROGATE.search, getattr(self, name))):
+                raise BadRequest(
+                    f"{name} contains an unpaired surrogate (U+D800 to U+DFFF), which UTF-8 cannot encode", param=name
+                )
         if any(not text for text in self.bad_words) or len(self.bad_words) > MAX_BAD_WORDS:
             raise BadRequest(f"bad_words must be at most {MAX_BAD_WORDS} texts, none of them empty", param="bad_words")
 

@@ -33,8 +33,11 @@ _EARLIER_VOLATILE = {
 }
 # Packages whose classes are no part of a model.
 _LIBRARIES = {"torch", "transformers", "foreword", *sys.stdlib_module_names}
-# Attributes that every module has: its tensors and hooks, which count by themselves.
-_OF_MODULES = frozenset(vars(nn.Module()))
+# Attributes that every module has: its tensors and hooks, which count by themselves; and those that say where a model was
+# loaded from, and where its parts lie.
+_OF_MODULES = frozenset(vars(nn.Module())) | {"name_or_path", "warnings_issued"}
+_OF_LOADING = ("hf_", "_hf_", "_is_hf_")
+_OBJECT = "an object"
 _in_no_file: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
 
@@ -100,24 +103,30 @@ def is_of_library(kind: Any) -> bool:
     return str(kind.__module__).partition(".")[0] in _LIBRARIES
 
 
-def own_attributes(module: nn.Module) -> str:
-    """A module's attributes that are numbers, texts and collections of them, such as an active adapter's name and scale."""
-    return repr([(name, _plain(one)) for name, one in sorted(vars(module).items()) if name not in _OF_MODULES])
+def own_attributes(module: nn.Module) -> dict[str, object]:
+    """A module's attributes that are texts, numbers and collections, such as an active adapter's name and scale."""
+    found = {name: _plain(one) for name, one in sorted(vars(module).items()) if name not in _OF_MODULES}
+    return {name: one for name, one in found.items() if one is not _OBJECT and not name.startswith(_OF_LOADING)}
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """Return what replaces the `forward` of a module's class. The wrapper of accelerate, which moves tensors between devices,
+    is none. None if nothing replaces it."""
+    one = vars(module).get("forward")
+    if isinstance(one, functools.partial) and str(getattr(one.func, "__module__", "")).startswith("accelerate."):
+        one = vars(module).get("_old_forward")
+    return None if getattr(one, "__func__", None) is type(module).forward else one
 
 
 def _plain(value: object) -> object:
-    """A value without addresses: of objects only the type counts."""
+    """A value without addresses: objects are all one."""
     if isinstance(value, Mapping):
         return sorted(((str(key), _plain(one)) for key, one in value.items()), key=repr)
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, set | frozenset):
         return sorted((_plain(one) for one in value), key=repr)
-    return (
-        value
-        if value is None or isinstance(value, bool | int | float | complex | str | bytes)
-        else type(value).__name__
-    )
+    return value if value is None or isinstance(value, bool | int | float | complex | str | bytes) else _OBJECT
 
 
 def fixed_rope_length(text: Any) -> int | None:

@@ -34,6 +34,7 @@ from foreword.integrations.model_identity import (
     fixed_rope_length,
     is_of_library,
     own_attributes,
+    replaced_forward,
 )
 from foreword.store.engine_store import BATCH_BLOCKS, EngineStore
 from foreword.store.frame import HEADER_BYTES
@@ -88,6 +89,8 @@ class _Obstacle(Exception):
 
 _known: weakref.WeakKeyDictionary[Any, _ModelKV] = weakref.WeakKeyDictionary()
 _attached: weakref.WeakKeyDictionary[Any, AttachedStore] = weakref.WeakKeyDictionary()
+# By model, attributes that a forward pass changes, such as a counter: they say nothing about KV.
+_counters: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -221,6 +224,12 @@ class AttachedStore:
         if call is None or any(call.cache.is_sliding):
             return
         sequences = getattr(output, "sequences", output)[:, : int(call.cache.get_seq_length())].tolist()
+        width, size = len(sequences[0]), self._block_size
+        if not any(
+            (width - start) // size > (len(one) - 1) // size
+            for one, start in zip(call.prompts, call.starts, strict=True)
+        ):
+            return
         with self._lock:
             if not self._unchanged(self._model(), call.kv):
                 return
@@ -251,7 +260,8 @@ class AttachedStore:
 
     def _unchanged(self, model: Any, kv: _ModelKV) -> bool:
         """Whether the model is still what it was: what it computed while weights changed is no one's. Counted if not."""
-        same = kv is self._kv and kv.state[:-2] == _mark(model)
+        *mark, _, probe = _probe(model)[2]
+        same = kv is self._kv and kv.state == (*mark, kv.state[-2], probe)
         if not same:
             self.not_used["the model changed during the call, so nothing was saved"] += 1
         return same
@@ -381,16 +391,28 @@ def _forward(model: Any, ids: Tensor, cache: Any) -> Any:
 
 def _identify(model: Any) -> _ModelKV:
     """Identity of a model's KV. It is measured anew if the model has changed. Raises ModelUnsupported."""
-    ids = (
-        torch.arange(1, 37 * _PROBE_TOKENS, 37, device=model.device)[None] % model.get_input_embeddings().num_embeddings
-    )
-    mark = _mark(model)
-    cache = _forward(model, ids, DynamicCache())
-    state = (*mark, _versions(model.buffers()), _digest(cache))
+    ids, cache, state = _probe(model)
     kv = _known.get(model)
     if kv is None or kv.state != state:
         kv = _known[model] = _inspect(model, ids, cache, state)
     return kv
+
+
+def _probe(model: Any) -> tuple[Tensor, Any, tuple[Any, ...]]:
+    """The tokens of the probe, their KV, and the model's state.
+
+    Numbers that this changes are left out from then on. Texts and truth values, which switch adapters, never are.
+    """
+    ids = (
+        torch.arange(1, 37 * _PROBE_TOKENS, 37, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    )
+    *mark, before = _mark(model)
+    cache = _forward(model, ids, DynamicCache())
+    after, counters = _attributes(model), _counters.setdefault(model, set())
+    changed = {name: one for name, one in after.items() if before.get(name) != one}
+    counters.update(name for name, one in changed.items() if type(one) in (int, float))
+    kept = {name: one for name, one in before.items() if name not in counters}
+    return ids, cache, (*mark, kept, _versions(model.buffers()), _digest(cache))
 
 
 def _mark(model: Any) -> tuple[Any, ...]:
@@ -400,26 +422,38 @@ def _mark(model: Any) -> tuple[Any, ...]:
     for module in model.modules():
         kept = module._buffers.keys() - module._non_persistent_buffers_set
         tensors += [one for name, one in module._buffers.items() if name in kept and one is not None]
-    return json.dumps(model.config.to_dict(), sort_keys=True, default=str), _versions(tensors), *_code(model)
+    settings = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    return settings, _versions(tensors), *_code(model), _attributes(model)
 
 
 def _versions(tensors: Iterable[Tensor]) -> tuple[tuple[int, int, torch.dtype], ...]:
     return tuple((one.data_ptr(), 0 if one.is_inference() else one._version, one.dtype) for one in tensors)
 
 
-def _code(model: Any) -> tuple[str, tuple[tuple[str, Any], ...], tuple[str, ...]]:
-    """The name of a model's attention; functions of other origin that compute KV, by place: that attention, hooks, and methods
-    that were replaced; attributes of modules of other origin, such as the active adapter. The probe does not show what they do
-    to other or later tokens only."""
+def _code(model: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The name of a model's attention; functions of other origin that compute KV, by place: that attention, hooks, and each
+    replaced `forward` of a module or class. The probe does not show what they do to other or later tokens only."""
     attention = model.config._attn_implementation
-    found, attributes = [(attention, ALL_ATTENTION_FUNCTIONS.get(attention))], []
+    found = [(attention, ALL_ATTENTION_FUNCTIONS.get(attention))]
     for name, module in model.named_modules():
         found += [(name, one) for one in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
-        found += [(name, vars(module)["forward"])] if "forward" in vars(module) else []
-        if not is_of_library(type(module)):
-            attributes.append(f"{name} {own_attributes(module)}")
+        found.append((name, replaced_forward(module)))
+    kinds: set[Any] = {kind for module in model.modules() for kind in type(module).__mro__ if "forward" in vars(kind)}
+    for kind in sorted(kinds, key=lambda one: (one.__qualname__, one.__module__)):
+        package = str(getattr(kind.forward, "__module__", None) or kind.__module__)
+        if package != kind.__module__ and not is_of_library(kind.forward):
+            found.append((kind.__qualname__, kind.forward))
     own = (one for one in found if not str(getattr(one[1], "__module__", "transformers.")).startswith("transformers."))
-    return attention, tuple(own), tuple(attributes)
+    return attention, tuple(own)
+
+
+def _attributes(model: Any) -> dict[str, object]:
+    """Attributes of modules of other origin, such as the active adapter, by place and name, less those that a forward pass
+    changes."""
+    left_out = _counters.get(model, set())
+    places = ((name, module) for name, module in model.named_modules() if not is_of_library(type(module)))
+    found = {f"{place} {name}": one for place, module in places for name, one in own_attributes(module).items()}
+    return {name: one for name, one in found.items() if name not in left_out}
 
 
 def _digest(cache: Any) -> bytes:
@@ -441,7 +475,7 @@ def _inspect(model: Any, ids: Tensor, cache: Any, state: tuple[Any, ...]) -> _Mo
             raise ModelUnsupported("the KV of a prefix depends on the tokens behind it")
     *_, attention, functions, attributes, _, probe = state
     code = repr((attention, [(name, code_of(one)) for name, one in functions])).encode()
-    code += repr(attributes).encode() if attributes else b""
+    code += repr(sorted(attributes.items())).encode() if attributes else b""
     digest = sha256(b"foreword/transformers\x00" + fingerprint_model(model) + probe + code).digest()
     return _ModelKV(
         state,

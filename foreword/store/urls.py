@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _LOCATION: Final = "location/id"
 _LOCATION_SECONDS: Final = 5.0
 _OPTION: Final = re.compile(r"&(\w+)=")
-# Zero bytes, and halves of characters but those that stand for bytes which are no text.
+# Zero bytes, and surrogates but those that stand for bytes which are no text.
 _NO_NAME: Final = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 _RAW: Final = "raw"  # no codec
 _CODECS: Final = "foreword.store.codec:CODECS"
@@ -46,8 +46,8 @@ TYPES: Final = Plugins("foreword.stores", "store type", StoreType, BuiltinTypes(
 def parse(url: str) -> StoreUrl:
     """Parse a store URL. Raises StoreConfigError."""
     parts = split_url(url)
-    if _NO_NAME.search(unquote(url)) or set("\t\r\n") & set(url.strip()):
-        raise StoreConfigError(f"{redacted(url)!r} has a character that no path or name has")
+    if _NO_NAME.search(unquote(url, errors="surrogateescape")) or set("\t\r\n") & set(url.strip()):
+        raise StoreConfigError(f"{redacted(url)!r} has a character that no URL has; %09 is a tab, %0A a line end")
     if not parts.scheme:
         raise StoreConfigError(
             f"{redacted(url)!r} is not the URL of a store; write for example disk:///var/cache/foreword?size=20GiB "
@@ -67,10 +67,10 @@ def parse(url: str) -> StoreUrl:
     codec, label = options.pop("codec", _RAW), readable(options.pop("label", kind.label))
     if not label:
         raise StoreConfigError(f"{redacted(url)!r}: label= takes a name")
-    bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
+    bare, path = urlunsplit((*parts[:3], "", "")), unquote(parts.path, errors="surrogateescape")
     shown = redacted(url).partition("?")[0]
     rules = {key: options.pop(key) for key in RULE_OPTIONS if key in options}
-    found = StoreUrl(parts.scheme, bare, unquote(parts.path), options, codec, label, shown, kind)
+    found = StoreUrl(parts.scheme, bare, path, options, codec, label, shown, kind)
     return replace(found, rule=_rule(found, rules)) if rules else found
 
 

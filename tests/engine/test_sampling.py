@@ -468,6 +468,6 @@ def test_bad_words_do_not_come(engine: Callable[..., LLM]) -> None:
 def test_half_characters(name: str) -> None:
     """A text with half of a character is no text: it is refused before the tokenizer gets it, and takes no batch with it."""
     for text in ("a\ud800", ["a", "\udfff"]):
-        with pytest.raises(BadRequest, match=f"{name} has half"):
+        with pytest.raises(BadRequest, match=f"{name} contains an unpaired surrogate"):
             SamplingParams(**{name: text})  # type: ignore[arg-type]
     SamplingParams(**{name: "\ud7ff\ue000\U0001f600"})  # type: ignore[arg-type]

@@ -346,27 +346,30 @@ def test_a_model_that_changes(change: str) -> None:
 
 
 class _Moves(transformers.StoppingCriteria):
-    """Changes a model's weights in place, or by its state, once an answer has some tokens, as an asynchronous trainer does."""
+    """Changes a model's weights in place once an answer has some tokens, as an asynchronous trainer does, also through `.data`,
+    which counts as no new version."""
 
-    def __init__(self, model: Any, after: int) -> None:
-        self.model, self.after, self.calls = model, after, 0
+    def __init__(self, model: Any, after: int, data: bool) -> None:
+        self.model, self.after, self.data, self.calls = model, after, data, 0
 
     def __call__(self, tokens: Tensor, scores: Any, **_: Any) -> Tensor:
         self.calls += 1
         if self.calls == self.after:
             with torch.no_grad():
-                self.model.model.layers[1].self_attn.v_proj.weight.mul_(1.5)
+                weight = self.model.model.layers[1].self_attn.v_proj.weight
+                (weight.data if self.data else weight).mul_(1.5)
         return torch.zeros(len(tokens), dtype=torch.bool)
 
 
+@pytest.mark.parametrize("data", [False, True], ids=["tensor", "data"])
 @pytest.mark.parametrize("after", [1, 20])
-def test_weights_that_change_during_an_answer(after: int) -> None:
+def test_weights_that_change_during_an_answer(after: int, data: bool) -> None:
     """Nothing is saved of an answer during which the weights changed: neither the weights before nor those after find KV that
     both have computed. Without a change the answer is found."""
     model, prompt = make("llama"), ids(40)
     before, memory = copy.deepcopy(model.state_dict()), open_store([MEMORY])
     store = attach(model, memory)
-    moved = go(model, prompt, max_new_tokens=40, stopping_criteria=[_Moves(model, after)]).sequences
+    moved = go(model, prompt, max_new_tokens=40, stopping_criteria=[_Moves(model, after, data)]).sequences
     plain = make("llama")
     plain.load_state_dict(model.state_dict())
     same(go(model, moved), go(plain, moved))
@@ -408,6 +411,116 @@ def test_an_attribute_that_switches_adapters() -> None:
         loaded.append(store.loaded_tokens[0])
     assert loaded == [0, 0, 0, 48, 48]
     memory.close()
+
+
+class _Counts(torch.nn.Module):
+    """Counts its calls, and remembers the longest sequence, from when it is computed."""
+
+    def __init__(self, plain: torch.nn.Embedding) -> None:
+        super().__init__()
+        self.plain, self.calls, self.longest, self.num_embeddings = plain, 0, 0, plain.num_embeddings
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls, self.longest, self.mean = (
+            self.calls + 1,
+            max(self.longest, tokens.shape[1]),
+            tokens.sum().item() / 3,
+        )
+        found: Tensor = self.plain(tokens)
+        return found
+
+
+def test_attributes_that_a_forward_pass_changes() -> None:
+    """A module that counts its calls, and one that stores the longest sequence so far, are no other model after a call: each
+    prompt is saved, and loaded in the next calls, and by another process's model."""
+    memory, loaded = open_store([MEMORY]), []
+    for _ in range(2):
+        model = make("llama")
+        model.set_input_embeddings(_Counts(model.get_input_embeddings()))
+        store = attach(model, memory)
+        for length in (40, 60, 80):
+            go(model, ids(length))
+            loaded.append(store.loaded_tokens[0])
+        assert not store.not_used
+    assert loaded == [0, 32, 48, 32, 48, 64]
+    memory.close()
+
+
+class _Model(transformers.LlamaForCausalLM):
+    """A class of the user's own."""
+
+
+def test_folders_of_one_model(tmp_path: Path) -> None:
+    """A model of a user's own class that was loaded from two folders is one model."""
+    memory, loaded = open_store([MEMORY]), []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        torch.manual_seed(0)
+        _Model(CONFIGS["llama"]()).save_pretrained(folder)
+        model = _Model.from_pretrained(folder).eval()
+        store = attach(model, memory)
+        go(model, ids(40))
+        loaded.append(store.loaded_tokens[0])
+    assert loaded == [0, 32]
+    memory.close()
+
+
+def _passed_on(plain: Callable[[Tensor], Tensor], data: Tensor) -> Tensor:
+    return plain(data)
+
+
+def _hooked(module: torch.nn.Module) -> None:
+    """Place a hook on a module as accelerate does."""
+    plain = module.forward
+
+    def new_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return module._old_forward(*args, **kwargs)
+
+    new_forward.__module__ = "accelerate.hooks"
+    given: Any = module
+    given._hf_hook, given._old_forward = object(), plain
+    given.forward = functools.update_wrapper(functools.partial(new_forward, module), plain)
+
+
+def test_hooks_of_accelerate() -> None:
+    """Hooks that move tensors between devices are no part of a model; a `forward` that they wrap is."""
+    memory, loaded = open_store([MEMORY]), []
+    for case in ("plain", "hooked", "replaced", "replaced and hooked"):
+        model = make("llama")
+        model.set_input_embeddings(_Adapted(model.get_input_embeddings()))
+        if "replaced" in case:
+            layer = model.model.layers[1].self_attn.v_proj
+            layer.forward = functools.partial(_passed_on, layer.forward)
+        if "hooked" in case:
+            model.hf_device_map = {"": "cpu"}
+            for module in (*model.modules(),):
+                _hooked(module)
+        store = attach(model, memory)
+        go(model, ids(40))
+        loaded.append(store.loaded_tokens[0])
+    assert loaded == [0, 32, 0, 32]
+    memory.close()
+
+
+def test_a_forward_that_was_replaced_in_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's library that replaces the `forward` of a class changes the model."""
+    memory, loaded = open_store([MEMORY]), []
+    plain = LlamaRotaryEmbedding.forward
+    for limit in (0, 70, 70):
+        if limit:
+            monkeypatch.setattr(LlamaRotaryEmbedding, "forward", _clamped(plain))
+        model = make("llama")
+        store = attach(model, memory)
+        go(model, ids(40))
+        loaded.append(store.loaded_tokens[0])
+    assert loaded == [0, 0, 32]
+    memory.close()
+
+
+def _clamped(plain: Any) -> Any:
+    def forward(self: Any, x: Any, position_ids: Tensor) -> Any:
+        return plain(self, x, position_ids.clamp(max=70))
+
+    return forward
 
 
 def test_a_replaced_forward() -> None:

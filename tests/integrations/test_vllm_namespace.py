@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -278,7 +279,9 @@ def test_damaged_records_are_skipped(tmp_path: Path, damage: bytes) -> None:
 
 
 @pytest.mark.parametrize("lost", ["deleted", "damaged", "among too many"])
-def test_blocks_whose_record_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+def test_blocks_whose_record_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lost: str
+) -> None:
     """Where the record is lost of those who saved the blocks of a namespace, a server with equal settings does not take it,
     since nothing says that it computes the same; it finds its own again. In a store without such blocks it does."""
     store, layout = store_in(tmp_path), Layout(b"", 16, (LayerLayout(1, 8, 8),), "float32")
@@ -296,8 +299,26 @@ def test_blocks_whose_record_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("foreword.integrations.vllm.namespace.NAMESPACES", dataclasses.replace(NAMESPACES, most=0))
     other = choose(store, BASE, evidence(seed=2), [layout])
     assert other != first
+    assert "without a record of who saved it" in caplog.text
     assert choose(store, BASE, evidence(seed=2), [layout]) == other
     assert choose(store_in(tmp_path / "new"), BASE, evidence(seed=2), [layout]) == first
+    store.close()
+
+
+def test_a_store_that_hangs_while_blocks_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that does not say which blocks it has keeps no server from starting: it takes a namespace of its own."""
+    first, gate = choose(store_in(tmp_path / "one"), BASE, evidence()), threading.Event()
+    store, layout = store_in(tmp_path / "two"), Layout(b"", 16, (LayerLayout(1, 8, 8),), "float32")
+    monkeypatch.setattr("foreword.integrations.vllm.namespace._WITHIN", 0.2)
+
+    def hangs(*_: Any, **__: Any) -> Any:
+        gate.wait()
+        yield from ()
+
+    monkeypatch.setattr(store.record_tiers[0].store, "list_names", hangs)
+    other = choose(store, BASE, evidence(), [layout])
+    gate.set()
+    assert other != first
     store.close()
 
 

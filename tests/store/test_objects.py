@@ -791,13 +791,14 @@ def test_a_service_that_is_gone_and_comes_back(tmp_path: Path):
 def test_records_of_blocks_stay_young(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A record that says what blocks are is written again while blocks are, also by another store of the process, so that rules
     by age do not remove it before them. A deleted one stays deleted, others are not written."""
-    keys = ["namespaces/a/b", "layouts/c", "namespaces/gone", "usage/d"]
+    keys = ["namespaces/a/b", "layouts/c", "namespaces/gone", "namespaces/other", "usage/d"]
     first = ObjectStore(f"file://{tmp_path}")
     for key in keys:
         first.put_record(key, b"{}", deadline=soon())
     first.close()
     store = ObjectStore(f"file://{tmp_path}")
     store.delete_record("namespaces/gone", deadline=soon())
+    (tmp_path / "records" / "namespaces!other.record").write_bytes(b'{"by": "another process"}')
     for path in (tmp_path / "records").iterdir():
         os.utime(path, (1, 1))
     store.put(make_frames(14, 1, 1000), deadline=soon())
@@ -808,6 +809,26 @@ def test_records_of_blocks_stay_young(tmp_path: Path, monkeypatch: pytest.Monkey
     young = {path.name for path in (tmp_path / "records").iterdir() if path.stat().st_mtime > 1.0}
     assert young == {"namespaces!a!b.record", "layouts!c.record"}
     assert sorted(store.records("", deadline=soon())) == sorted({*keys} - {"namespaces/gone"})
+    store.close()
+
+
+def test_a_renewal_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where records cannot be read, blocks are stored, and only the first of two calls tries to renew them. A store with other
+    options is another one."""
+    store = ObjectStore(f"file://{tmp_path}")
+    store.put_record("namespaces/a", b"{}", deadline=soon())
+    reads: list[str] = []
+
+    def get_record(self: ObjectStore, key: str, *, deadline: float) -> None:
+        reads.append(key)
+        raise StoreUnavailable("the service is gone")
+
+    monkeypatch.setattr(ObjectStore, "get_record", get_record)
+    now = time.monotonic()
+    monkeypatch.setattr("foreword.store.object.object_store.time.monotonic", lambda: now + 43_201)
+    for part in range(2):
+        assert store.put(make_frames(part, 1, 1000), deadline=now + 43_300)
+    assert reads == ["namespaces/a"]
     store.close()
 
 

@@ -54,8 +54,9 @@ def grammar_text(output: StructuredOutput) -> str:
     try:
         text = _WRITERS[output.kind](output)
         text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRequest(f"the format has half of a character: {error}", param="response_format") from None
+    except UnicodeEncodeError:
+        what = f"the {output.kind} contains an unpaired surrogate (U+D800 to U+DFFF), which UTF-8 cannot encode"
+        raise BadRequest(what, param="response_format") from None
     return text
 
 

@@ -456,29 +456,26 @@ def choose(store: TieredStore, base: bytes, mine: Observations, layouts: Sequenc
     """
     where = NAMESPACES.key(folder_of(base), "")
     found, complete = records_at(store, where, mine.name)
-    known = [record for record in found if record.measured]
-    compared = [(record, mine.difference(record.evidence)) for record in known]
+    compared = [(record, mine.difference(record.evidence)) for record in found if record.measured]
     reasons = [(record, why) for record, why in compared if why]
     # A namespace that a server with other KV has too is not used: both have started at the same time.
     others = {record.namespace for record, _ in reasons}
     equal = next((record for record, why in compared if not why and record.namespace not in others), None)
     if equal is not None:
-        shared = bytes.fromhex(equal.namespace)
-        _write(store, base, mine, shared)
+        _write(store, base, mine, shared := bytes.fromhex(equal.namespace))
         log.info("Foreword: KV in the stores that %s saved is used", equal.vllm)
         return shared
-    resolved = json.dumps(dict(mine.resolved), sort_keys=True)
-    seen = "\x00".join([resolved, *sorted(mine.measured)]).encode()
+    seen = "\x00".join([json.dumps(dict(mine.resolved), sort_keys=True), *sorted(mine.measured)]).encode()
     fresh = sha256(b"foreword/namespace\x00" + unmeasured(base, mine.settings) + seen).digest()
-    named = {replace(one, model=fresh).fingerprint for one in layouts}
-    if not complete or fresh.hex() in others or _may_hold(store, named):
+    held = _may_hold(store, {replace(one, model=fresh).fingerprint for one in layouts})
+    if not complete or fresh.hex() in others or held:
         fresh = sha256(fresh + mine.values).digest()
     if reasons:
         # The nearest: another block size says nothing about why KV of this one is not found.
         record, why = min(reasons, key=lambda one: one[1].startswith(_LAID_OUT))
         log.warning("Foreword: KV in the stores that %s saved with these weights is not used: %s", record.vllm, why)
-    if not complete:
-        log.warning("Foreword: not every store answered at start; KV that it has is not used before the next start")
+    if not complete or held:
+        log.warning("Foreword: KV is not used without a record of who saved it, or in a store that has not answered")
     _write(store, base, mine, fresh)
     written, _ = records_at(store, where + mine.name, mine.name)
     if any(record.namespace == fresh.hex() and mine.difference(record.evidence) for record in written):
@@ -487,9 +484,12 @@ def choose(store: TieredStore, base: bytes, mine: Observations, layouts: Sequenc
 
 
 def _may_hold(store: TieredStore, layouts: Iterable[bytes]) -> bool:
-    deadline = time.monotonic() + _WITHIN
+    def held(tier: StoreTier) -> bool:
+        return tier.start(lambda: any(any(tier.store.list_names(one, deadline=until)) for one in layouts)).result(until)
+
+    until = time.monotonic() + _WITHIN
     try:
-        return any(any(tier.store.list_names(one, deadline=deadline)) for tier in store.record_tiers for one in layouts)
+        return any(map(held, store.record_tiers))
     except StoreError:
         return True
 

@@ -118,7 +118,7 @@ class ObjectStore(Store):
         self._store = open_client(url, options)
         self._opened = OpenedFolder(str(self._store.prefix)) if isinstance(self._store, LocalStore) else None
         self._prefix = prefix + "/" if prefix else ""
-        self._place = f"{url.partition('?')[0]} {self._prefix}"
+        self._place = f"{url} {sorted(options.items())} {self._prefix}"
         self._bucket = ObjectBucket(self._store, self._prefix)
         self._chunk = chunk
         self._heads = Heads()
@@ -310,15 +310,17 @@ class ObjectStore(Store):
             _written[self._place, key] = bytes(data), time.monotonic()
 
     def _renew_records(self, deadline: float) -> None:
-        """Write records of this process again that are old, unless they were deleted."""
+        """Write records of this process again that are old, unless others have written or deleted them since."""
         before = time.monotonic() - _RENEWED
         for (place, key), (data, at) in list(_written.items()):
             if place != self._place or at > before:
                 continue
-            if self.get_record(key, deadline=deadline) is None:
-                _written.pop((place, key), None)
+            _written[place, key] = data, time.monotonic()  # also if it fails: the next put shall not wait for it, too
+            until = step_deadline(deadline)
+            if self.get_record(key, deadline=until) == data:
+                self.put_record(key, data, deadline=until)
             else:
-                self.put_record(key, data, deadline=deadline)
+                _written.pop((place, key), None)
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
         return self._loop.one(self._bucket.read_whole(self._record_path(key)), deadline)
