@@ -97,9 +97,11 @@ def fronts() -> Iterator[Fronts]:
 
 
 def alive() -> Counter[str]:
-    """Objects of requests, by the names of their classes."""
-    names = (type(one).__name__ for one in gc.get_objects())
-    return Counter(name for name in names if name in OF_A_REQUEST)
+    """Objects of requests, by the names of their classes. httpx has some of the same names."""
+    kinds = (type(one) for one in gc.get_objects())
+    return Counter(
+        one.__name__ for one in kinds if one.__name__ in OF_A_REQUEST and one.__module__.startswith("foreword.")
+    )
 
 
 def nothing_is_left(ask: Callable[[], None]) -> None:

@@ -50,5 +50,6 @@ class Dialect:
         except BadRequest as refusal:
             limits.check(raw)
             request = read_foreign(self.parse, body, limits, refusal)
-            refusal.with_traceback(None)  # the request keeps it, and the traceback the request
+            # The request keeps it, and their tracebacks keep the request.
+            refusal.__traceback__ = refusal.__context__ = refusal.__cause__ = None
         return replace(request, body=body, model=request.model or None)  # vLLM takes an empty name for none

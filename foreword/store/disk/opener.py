@@ -145,8 +145,7 @@ class FolderScan:
 
     def run(self, fresh: bool) -> bool:
         """Compare everything, unless another process did. False if it was stopped before the end. Raises StoreError."""
-        boot = boot_of_index(self._index.file)
-        if boot and self._index.compared(_soon(), boot):
+        if (boot := boot_of_index(self._index.file)) and self._index.compared(_soon(), boot):
             return True
         if fresh and self._files.remove_format_1():
             log.warning("%s had blocks of format 1, which cannot be read: they were removed", self._files.folder)

@@ -48,9 +48,10 @@ def open_index(index: DiskIndex, files: BlockFiles, deadline: float) -> OpenedIn
 
 
 def boot_of_index(file: str) -> str:
-    """The boot and the file in which an index is used; "" if the system has no name for its boot."""
-    boot = boot_id()
-    return boot and f"{boot} {os.stat(file).st_ino}"
+    """The boot and the file in which an index is used; "" if the system does not tell."""
+    with contextlib.suppress(OSError):  # removed
+        return (boot := boot_id()) and f"{boot} {os.stat(file).st_ino}"
+    return ""
 
 
 def quarantine_index(file: str, suffix: str) -> None:

@@ -11,7 +11,8 @@ from typing import Final
 from foreword.store.disk import pieces
 from foreword.store.disk.files import digit_folders, entries_of, raise_error, sync_path
 
-# Within this the system has written to the device what a file got, however busy it is.
+# Within this the system has written to the device what a file got, however busy it is. A clock that is set forward by more
+# between a deletion and its erasure's sync hides a piece from it.
 _WRITTEN_BACK_SECONDS: Final = 3600.0
 
 
