@@ -196,7 +196,7 @@ SERVE = [
     ("--store redis://127.0.0.1?ttl=nan", "'nan' is not a value for 'ttl'"),
     ("--store redis://127.0.0.1?ttl=1e300", "ttl is at least a millisecond and at most"),
     ("--store s3://bucket?touch=1e999", "'1e999' is not a value for 'touch'"),
-    ("--store disk://{folder}/x%00", "has a character that no path or name has"),
+    ("--store disk://{folder}/x%00", "has a character that no URL has"),
     ("--store disk://{folder}/x?hold=1GiB", "hold needs a faster tier"),
     ("--store disk://{folder}/x --store disk://{folder}/./x/", "disk://{folder}/x is given twice"),
     ("--store ", "--store is empty: give it a value, or leave it out"),

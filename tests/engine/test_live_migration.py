@@ -532,6 +532,7 @@ def test_client_leaves(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.extended
 def test_unclaimed_request_expires(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
     """A migrated request that is not claimed in time is ended."""
     here, there = nodes

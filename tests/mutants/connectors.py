@@ -432,7 +432,7 @@ class PreemptedSaved(Mutant):
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
         waiting = self._waiting = getattr(self, "_waiting", [])
-        if scheduler_output.preempted_req_ids:
+        if scheduler_output.preempted_req_ids and self._steps < 0:  # later ones do not put it off: it would never end
             self._steps = 12
         waiting += metadata.saves
         metadata.saves = []

@@ -109,7 +109,6 @@ HEALTHY_SERVERS = [
     slow("--store", "disk://{folder}/kv?size=64MiB", "--block-size", "4"),
     slow("--store", "disk://{folder}/kv?size=64MiB", "--block-size", "64"),
     slow("--store", "disk://{folder}/kv?size=64MiB", "--max-model-len", "100"),
-    slow("--store", "disk://{folder}/kv?size=64MiB", "--no-partial-reuse"),
     slow("--store", "disk://{folder}/kv?size=64MiB", "--store-integrity-secrets", "1:a secret of these tests"),
     slow("--store", "disk://{folder}/kv?size=64MiB", "--quota", "* requests=100"),
     slow("--quantization", "int8", "--store", "memory://?size=64MiB"),

@@ -63,6 +63,7 @@ async def ask(session: aiohttp.ClientSession, url: str, number: int) -> str:
     return "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"])
 
 
+@pytest.mark.extended
 def test_concurrent_streams() -> None:
     """Hundreds of streams are open at once, each gets its tokens once and in order, and afterwards the router has
     nothing in flight."""

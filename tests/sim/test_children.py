@@ -98,12 +98,13 @@ def mounted(folder: Path) -> list[str]:
     return [one for one in places if one.startswith(str(folder))]
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("claim", "end"),
     [
         ("reuse.cold", signal.SIGTERM),
-        pytest.param("reuse.cold", signal.SIGKILL, marks=pytest.mark.extended),
+        ("reuse.cold", signal.SIGKILL),
         pytest.param("fault.full-disk", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
