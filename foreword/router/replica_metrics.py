@@ -15,7 +15,7 @@ _LINE: Final = re.compile(
 # Metrics of Foreword's servers, and of vLLM servers with Foreword's connector.
 _MODEL_INFO: Final = ("foreword:model_info", "vllm:foreword_model_info")
 _CONNECTOR: Final = "vllm:foreword_"
-# Lines about the KV memory of a Foreword server are kept for the dashboard, so many.
+# Lines of a Foreword server about its KV memory, which the dashboard parses; of one replica at most `_MOST_LINES`.
 _MEMORY: Final = re.compile(
     r"^foreword:(?:blocks(?:_free|_cached|_pinned)?|tier_(?:bytes|budget_bytes|blocks|pinned_bytes|open))[{ ].{0,1000}$",
     re.MULTILINE,

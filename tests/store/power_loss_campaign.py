@@ -235,7 +235,7 @@ class Row:
         return not (any(counts) or self.left or self.crash)
 
 
-# What is there, without the stores' own code
+# Blocks, files and records that a state has are counted without the stores' own code
 
 
 def blocks_in(folder: Path) -> Iterator[tuple[str, bytes, Path]]:
@@ -461,7 +461,7 @@ class Campaign:
 
 
 def run(states: int, seed: int, only: Sequence[str] = (), report: Callable[[Row], None] = lambda _: None) -> list[Row]:
-    """The campaign: so many states of stores with a file for each block, and of stores with pieces."""
+    """The campaign: this number of states of stores with a file for each block, and of stores with pieces."""
     rows = []
     with scratch_folder() as folder:
         for label, pieces in (("files", 0), ("pieces", PIECES)):
