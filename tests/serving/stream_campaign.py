@@ -7,8 +7,8 @@ Thirty kinds of requests to Foreword's servers; with `--vllm` those that a route
 after the failover. Compared are the text, calls, reasoning, token ids, log-probabilities and ending of each choice, the usage,
 that there is one id and one end, and that the router's ledger has the request once, with the usage that the client got.
 
-`--kills` asks this number of streams of three processes instead, and kills the one that writes it in its middle; it is started again
-meanwhile. `--seed` is that of sampled requests, and chooses the prompt; `--model` a folder, such as of
+`--kills` asks this number of streams of three processes instead, and kills the one that writes it in its middle; it is started
+again meanwhile. `--seed` is that of sampled requests, and chooses the prompt; `--model` a folder, such as of
 benchmarks/engine/random_model.py.
 """
 
