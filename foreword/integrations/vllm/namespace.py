@@ -108,7 +108,7 @@ class ProbeSample(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, rows: np.ndarray[Any, np.dtype[np.float32]], tolerance: float, *, open: bool = False) -> ProbeSample:
-        """Of values `[rows, count]`."""
+        """Make a sample of values `[rows, count]`."""
         return cls((len(rows), rows.shape[1]), tolerance, open, np.ascontiguousarray(rows, "<f4").tobytes())
 
     @property
