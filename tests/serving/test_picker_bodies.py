@@ -8,9 +8,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from envoy_gateway import free_port
 from hostile_replica import HostileReplica
-from router_parts import Loop, RouterThread
+from router_parts import ANY_PORT, Loop, RouterThread
 from shared_server import until
 
 grpc = pytest.importorskip("grpc")
@@ -75,17 +74,17 @@ def _typed(value: str, head: dict[str, Any]) -> Any:
 
 class Picker:
     def __init__(self) -> None:
-        self.port = free_port()
-        replica = HostileReplica(Loop())
-        given = ("--replica", replica.url, "--picker", f"127.0.0.1:{self.port}", "--max-body", str(LIMIT))
-        self.router = RouterThread(*given)
+        self.router = RouterThread("--replica", HostileReplica(Loop()).url, *ANY_PORT, "--max-body", str(LIMIT))
         self.router.wait_for(1)
+        self.port = self.router.picker_port
 
     def front(self) -> Any:
         return next(one for one in self.router.router.fronts if one.label == "picker ")
 
     def counted(self, status: int) -> float:
-        return self.router.metric("foreword:router_http_responses_total", route="picker /v1/completions", status=str(status))
+        return self.router.metric(
+            "foreword:router_http_responses_total", route="picker /v1/completions", status=str(status)
+        )
 
 
 @pytest.fixture(scope="module")
