@@ -52,7 +52,7 @@ class Served:
             self.answers += 1
 
     def echo(self, *messages: bytes) -> list[bytes]:
-        """What gRPC's client gets for these."""
+        """The answers that gRPC's client gets for these."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         with grpc.insecure_channel(f"127.0.0.1:{self.port}", options=options) as channel:
             return list(channel.stream_stream(ECHO.decode())(iter(messages), timeout=60, wait_for_ready=True))
@@ -251,8 +251,8 @@ def test_a_call_ends_with_its_client(served: Served, how: str) -> None:
     assert served.server.held == 0
 
 
-def test_a_message_that_nobody_reads_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more bytes of all messages than may be held a call ends with RESOURCE_EXHAUSTED, and others are answered."""
+def test_a_message_that_is_not_read_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call ends with RESOURCE_EXHAUSTED where more bytes of messages are held than may be, and others are answered."""
     monkeypatch.setattr(grpc_server, "_HELD_BYTES", 50_000)
     raw = Raw(served.port, h2_frame(HEADERS, 4, 1, HEAD))
     raw.send(*(h2_frame(DATA, 0, 1, message(bytes(1 << 20))[at : at + 10_000]) for at in range(0, 60_000, 10_000)))
@@ -281,7 +281,7 @@ def test_a_call_that_is_wrong_ends_alone(served: Served, frames: list[bytes], st
 
 
 def test_more_calls_than_a_connection_may_have(served: Served) -> None:
-    """They are refused, which says that nothing of them was done; when one has ended, the next one is taken."""
+    """Calls above the limit are refused, which says that nothing of them was done; when one has ended, the next is taken."""
     raw = Raw(served.port, *(h2_frame(HEADERS, 4, 2 * number + 1, HEAD) for number in range(101)))
     assert raw.next(RESET)[1:] == (201, (7).to_bytes(4))
     raw.send(h2_frame(DATA, 1, 1, b""))

@@ -56,7 +56,7 @@ _STREAM_WINDOW: Final = 1 << 20
 _CONNECTION_WINDOW: Final = 16 << 20
 # A body in one message, and its envelope.
 _MESSAGE_BYTES: Final = MAX_BODY_BYTES + (1 << 20)
-# Bytes of all messages that are not whole, or that nobody has read.
+# Bytes of all messages that are not whole, or not read yet.
 _HELD_BYTES: Final = 512 << 20
 # Calls per connection; a gateway opens one connection more. And calls of all connections.
 _CALLS: Final = 100
@@ -85,7 +85,7 @@ class GrpcError(Exception):
 
 
 class ClientFault(GrpcError):
-    """What a client sent is no message of the method."""
+    """A client has sent what is no message of the method."""
 
     def __init__(self, message: str) -> None:
         super().__init__(_INTERNAL, message)
@@ -167,7 +167,7 @@ class GrpcCall:
             connection.send(head + _frame(_DATA, 0, self._number, data[at : at + most]))
             head, at = b"", at + most
 
-    # Of the connection
+    # For its connection
 
     def start(self, handler: Handler) -> None:
         self._task = background(self._run(handler), "a call of a gateway")
@@ -375,7 +375,7 @@ class GrpcConnection(asyncio.Protocol):
             return
         del kept[:at]
 
-    # Of its calls
+    # For its calls
 
     def send(self, data: bytes) -> None:
         if not self._lost:
@@ -564,7 +564,7 @@ class GrpcServer:
     """Serves these methods, by path: what decodes their messages, and what handles a call.
 
     Attributes:
-        held: bytes of messages that nobody has read. open: calls.
+        held: bytes of messages that are not read yet. open: calls.
     """
 
     def __init__(self, methods: Mapping[str, tuple[Callable[[bytes], Any], Handler]]) -> None:

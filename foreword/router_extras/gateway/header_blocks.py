@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections import deque
 from typing import Final
 
-# What a block may say, counted as HTTP/2 does.
+# The most that a block may say, counted as HTTP/2 does.
 MAX_LIST_BYTES: Final = 64 << 10
 _TABLE_BYTES: Final = 4096
 _ENTRY_BYTES: Final = 32
