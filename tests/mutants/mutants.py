@@ -46,6 +46,21 @@ _SCOPE = "given = (self.model, *self.salt) if self.salt.client else (self.model,
 _CHAIN = "parent = sha256(parent + data[start : start + width]).digest()"
 
 MUTANTS = (
+    # Erasures and retentions that outlive the process
+    Mutant(
+        "disk: pieces that an erasure has changed are not synced",
+        "foreword/store/disk/synced.py",
+        "                    yield piece.path\n",
+        "                    pass\n",
+        ("tests/store/test_erasure.py",),
+    ),
+    Mutant(
+        "retentions: an adopted one is pinned once, at its use",
+        "foreword/prefixes/lease_follower.py",
+        "            self._coming[key] = _COMING",
+        "            self._coming[key] = 1",
+        LEASES,
+    ),
     # Lookups: one outcome each
     Mutant(
         "placement: nothing is charged for what others wait",
