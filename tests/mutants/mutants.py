@@ -46,7 +46,21 @@ _SCOPE = "given = (self.model, *self.salt) if self.salt.client else (self.model,
 _CHAIN = "parent = sha256(parent + data[start : start + width]).digest()"
 
 MUTANTS = (
-    # Erasures and retentions that outlive the process
+    # Deletions, erasures and retentions that outlive what asked for them
+    Mutant(
+        "offload: a queued deletion removes blocks that were saved again",
+        "foreword/offload/manager.py",
+        "                    self._unsaved.pop(key, None)\n",
+        "                    pass\n",
+        ("tests/test_offload.py",),
+    ),
+    Mutant(
+        "tiers: a forked child waits for a late read of its parent",
+        "foreword/store/tier_threads.py",
+        "        self.filling = Filling()\n",
+        "        self.filling: Filling = getattr(self, \"filling\", None) or Filling()\n",
+        ("tests/test_offload.py",),
+    ),
     Mutant(
         "disk: pieces that an erasure has changed are not synced",
         "foreword/store/disk/synced.py",
