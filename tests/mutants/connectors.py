@@ -112,7 +112,7 @@ def each_block(save: BlockSave) -> list[BlockSave]:
     ]
 
 
-# What is loaded
+# Loads
 
 
 class SwappedLayers(Mutant):
@@ -315,7 +315,7 @@ class ErrorsUnreported(Mutant):
         return set()
 
 
-# What is saved
+# Saves
 
 
 class LateSaves(Mutant):

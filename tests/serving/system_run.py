@@ -48,7 +48,7 @@ KEPT = "kept"
 KEPT_CONTENT = [{"role": "system", "content": "def answer(question): return the shortest true answer. " * 6}]
 PATIENCE = 60.0
 BLOCK_BYTES = 16 * 4608  # of the embedded model in float32
-# What a process may have beyond its level after its first round: idle connections and threads.
+# The most that a process may have beyond its level after its first round: idle connections and threads.
 SLACK = {"files": 64, "threads": 48, "MiB": 192}
 QUIET = (
     "vllm:num_requests_running",
@@ -56,7 +56,7 @@ QUIET = (
     "foreword:transfer_under_way",
     "foreword:store_queued_blocks",
 )
-# What shows that the paths under test were taken; of processes that were not killed in the same round.
+# Counters that show that the paths under test were taken; of processes that were not killed in the same round.
 EVENTS = {
     "blocks loaded from stores": "foreword:store_loaded_blocks_total",
     "damaged blocks refused": "foreword:tier_bad_blocks_total",
