@@ -58,7 +58,7 @@ MUTANTS = (
         "tiers: a forked child waits for a late read of its parent",
         "foreword/store/tier_threads.py",
         "        self.filling = Filling()\n",
-        "        self.filling: Filling = getattr(self, \"filling\", None) or Filling()\n",
+        '        self.filling: Filling = getattr(self, "filling", None) or Filling()\n',
         ("tests/test_offload.py",),
     ),
     Mutant(
