@@ -165,9 +165,9 @@ class LeaseFollower:
     def _adopt(self, key: str, record: RetentionRecord) -> None:
         """Keep what another instance keeps, if it has the same blocks."""
         one = self._retained(key, record)
-        if record.block_size == self._block_size and self._book.adopt(one):
-            self._written[key] = one.expires
-            with self._book.lock:
+        with self._book.lock:  # it may be released as soon as it is known
+            if record.block_size == self._block_size and self._book.adopt(one):
+                self._written[key] = one.expires
                 self._coming.setdefault(key, None)
 
     def _retained(self, key: str, record: RetentionRecord) -> Lease[Any]:

@@ -159,11 +159,11 @@ class PrefixService:
         """Drop names that other instances have removed. Their KV counts here until a listing shows it, for other tenants until
         they ask, for what was registered here just now some seconds. Returns whether there were any."""
         dropped = False
-        with self._changing:
+        # A store that fails is not asked again: others wait for the lock.
+        with self._changing, contextlib.suppress(StoreError):
             largest = sorted(self.book.all(), key=lambda one: one[1].bytes, reverse=True)
-            for salt, prefix in largest[:_MOST_ASKED] if self._storage is not None else ():
-                with contextlib.suppress(StoreError):
-                    dropped |= self._dropped_if_removed(prefix, salt)
+            for salt, prefix in largest[:_MOST_ASKED]:
+                dropped |= self._dropped_if_removed(prefix, salt)
         return dropped
 
     def _dropped_if_removed(self, prefix: NamedPrefix, salt: bytes) -> bool:
