@@ -13,8 +13,9 @@ writes none (scripted_answers.py). Several agents work at once, beside clients w
 
 A prefix that a server has is what a request has in common with one that was answered before it was sent. A turn misses if
 fewer of its tokens were cached, by two blocks or a hundredth. If the decision shows that the router knew better, the turn was
-sent elsewhere on purpose, where it was expected to cost less than to wait for the server that has its prefix. `--vllm` takes servers of vLLM, which this interpreter has.
+sent elsewhere on purpose, where it was expected to cost less than to wait for the server that has its prefix.
 
+`--vllm` takes servers of vLLM, which this interpreter has.
 `--record` writes whole requests for `foreword traffic clients`. `--write` writes the tables of dev/measurements/router.md
 and, as that command does, of docs/guides/agents.md.
 """
@@ -57,7 +58,7 @@ ASK: Final = "Read file0.txt to file8.txt one by one and tell me what is in them
 CONTEXT: Final = 131_072
 SECONDS: Final = 900.0
 _TOKENS: Final = 16
-# Requests of a session beyond its calls: some agents go on until they are told to end.
+# Requests of a session beyond its calls: some agents never end by themselves.
 _MOST_MORE: Final = 6
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _READ: Final = Limits.for_model(1 << 20, 1 << 28, 0)
@@ -522,11 +523,12 @@ def problems(turns: Sequence[Turn]) -> list[str]:
 
 
 def write_pages(found: str, recording: Path, measurements: Path = MEASUREMENTS, guide: Path = GUIDE) -> None:
-    """Write the table of a run into its page, and that of `foreword traffic clients` into the guide."""
+    """Write the table of a run into its page, and that of `foreword traffic clients` into the guide, with the clients of which
+    a new session misses something."""
     write_between(measurements, _MARK, found)
     tokenizer = Tokenizer.load(str(Path(foreword.__file__).parent / "models/stdlib-nano"))
     shares = client_report([recording], tokenizer, PromptOrder.parse((), ("profiles",)))
-    write_between(guide, _MARK, clients_markdown(shares))
+    write_between(guide, _MARK, clients_markdown([one for one in shares if one.where]))
 
 
 def record(turns: Sequence[Turn], root: Path, path: Path) -> None:
