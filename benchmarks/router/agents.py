@@ -274,7 +274,7 @@ class Turn:
             return False
         computed = re.search(r"computing (\d+) of (\d+) tokens", found[1])
         known = self.prompt * (1 - int(computed[1]) / int(computed[2])) if computed else self.prompt
-        return known >= self.expected - max(self.block * 2, self.expected // 10)
+        return known >= self.expected - max(self.block * 3, self.expected // 10)
 
     @property
     def _has_less(self) -> bool:
@@ -551,7 +551,8 @@ class VllmProcess(Process):
         module = {"kv_connector": "ForewordConnector", "kv_connector_module_path": "foreword.integrations.vllm"}
         stored = {"store": [f"disk://{folder}/{name}?size=4GiB"]}
         connector = {**module, "kv_role": "kv_both", "kv_connector_extra_config": stored}
-        events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{free_port()}"}
+        places = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint")}
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", **places}
         cached = ("--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(events))
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         self._command = [*command, *where, *limits, *told, *cached]

@@ -342,7 +342,7 @@ class PromptTokenizer:
         assert upstream.info is not None and upstream.info.tokenize_path is not None
         try:
             found = await self._post(upstream, upstream.info.tokenize_path, data, self._timeout)
-            return array("I", found["tokens"])
+            return array("I", found["tokens"]) or None
         except (*CONNECTION_ERRORS, ReplicaFailed, KeyError, TypeError, ValueError, OverflowError):
             return None
 

@@ -45,7 +45,7 @@ def read(arguments):
 """
 _DIALECTS = {
     "chat": """
-said = [{"role": "system", "content": f"{RULES}\nWorking directory: {os.getcwd()}"}, {"role": "user", "content": ASK}]
+said = [{"role": "system", "content": f"Working directory: {os.getcwd()}. {RULES}"}, {"role": "user", "content": ASK}]
 tools = [{"type": "function", "function": {"name": "read_file", "parameters": SCHEMA}}]
 while True:
     answer = post("/v1/chat/completions", {"messages": said, "tools": tools, "max_tokens": 500})
@@ -168,7 +168,7 @@ def test_a_turn_that_has_less_is_named(agents: ModuleType, worked: tuple[Path, S
     prompt, expected = last["chat"].prompt, last["chat"].expected
     worse = "http://a: session moved, 1.1 s (1.0 computing {0} of {0} tokens); "
     worse += "next http://b at 2.9 s (2.8 queued, 0.1 computing {1} of {0} tokens)"
-    instead = {
+    instead: dict[int, dict[str, Any]] = {
         id(last["chat"]): {"cached": 0, "route": worse.format(prompt, prompt - expected // 2)},
         id(last["responses"]): {"cached": 0, "route": worse.format(last["responses"].prompt, 16)},
         id(last["messages"]): {"problem": "500 no"},

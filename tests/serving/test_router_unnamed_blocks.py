@@ -31,7 +31,8 @@ class VllmLikeReplica(EventReplica):
     600 tokens. `lies`: what `/tokenize` makes of the right tokens."""
 
     def __init__(self, loop: Loop) -> None:
-        self._source: Any = zmq.Context.instance().socket(zmq.PUB)
+        self._context = zmq.Context()
+        self._source = self._context.socket(zmq.PUB)
         self._source.linger = 0
         self._port = self._source.bind_to_random_port("tcp://127.0.0.1")
         self._numbers = itertools.count()
@@ -41,6 +42,7 @@ class VllmLikeReplica(EventReplica):
 
     def close(self) -> None:
         self._loop.call(self._source.close)
+        self._context.term()
 
     @property
     def told(self) -> int:
@@ -144,6 +146,7 @@ def test_a_next_turn_is_known_where_no_event_names_its_blocks(loop: Loop, kind: 
             assert decision["expected_cached_tokens"] >= 0.85 * known, (turn, before, decision["in_words"])
             told = sum(one.told for one in replicas)
             until(partial(_has_received, router, told))
+            until(partial(_has_ended, router))
             before = prompt
             messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": f"go on {turn} " * 20}]
         for one in replicas:
@@ -154,3 +157,8 @@ def _has_received(router: RouterThread, told: int) -> bool:
     """Whether events told of so many blocks, which could be named or not."""
     kinds = ("stored_blocks", "skipped_blocks")
     return sum(router.metric("foreword:router_kv_events_total", kind=kind) for kind in kinds) >= told
+
+
+def _has_ended(router: RouterThread) -> bool:
+    """Whether the router has noted what every answer said."""
+    return not any(one["in_flight"] for one in http_client.get(f"{router.url}/v1/router/replicas").json()["data"])
