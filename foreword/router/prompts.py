@@ -66,7 +66,7 @@ _MAX_HELD_BACK: Final = 64
 _MAX_ASKED: Final = 2
 _HEDGE_SECONDS: Final = 0.02
 # Tokens at the start of a prompt that no template changes when messages follow.
-_BEGINNING: Final = 16
+_START: Final = 16
 # Tokens per byte of an unknown text.
 _BYTES_PER_TOKEN: Final = 4
 _NO_SALT: Final = Salt()
@@ -460,7 +460,7 @@ def _worth(pool: TokenizingPool, size: int, found: KnownPrefix | None) -> float:
 
 def _agree(tokens: array[int], found: KnownPrefix) -> bool:
     """Whether a replica's tokens begin as those of the turn before. Otherwise some of them are wrong."""
-    begins = tokens[:_BEGINNING] == found.tokens[:_BEGINNING]
+    begins = tokens[:_START] == found.tokens[:_START]
     return not found.exact or (begins and len(tokens) >= found.length // 2)
 
 

@@ -61,7 +61,7 @@ class CountingReplica(ScriptedReplica):
         return ids_of(body)
 
     def heads(self, tokens: list[int], body: dict[str, Any]) -> list[tuple[int, ...]]:
-        """The beginnings of a prompt that are blocks."""
+        """The prefixes of a prompt that end with a block."""
         return [tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
 
     async def _tokenize(self, request: web.Request) -> web.Response:
