@@ -258,7 +258,7 @@ class Turn:
 
     @property
     def shares(self) -> str:
-        """What was cached, and why it was sent where it was."""
+        """Tokens that were cached, and the decision in words."""
         return f"{self.cached} of {self.expected} that a server had, of {self.prompt}; {self.route}"
 
     @property
@@ -518,7 +518,7 @@ def results(root: Path, turns: Sequence[Turn]) -> str:
 
 
 def problems(turns: Sequence[Turn]) -> list[str]:
-    """What was wrong, a line for each turn that missed or failed."""
+    """A line for each turn that missed or failed."""
     return [f"{turn}: {turn.problem or turn.shares}" for turn in turns if turn.problem or turn.missed]
 
 
