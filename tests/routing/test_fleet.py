@@ -368,8 +368,8 @@ def test_a_prefix_that_requests_share_is_in_memory_once() -> None:
 @pytest.mark.parametrize("shared", [0, 1440, 120_000])
 def test_memory_that_others_share_is_not_freed(shared: int) -> None:
     """Eleven prompts fill a replica's memory; one ends after 10 s. If one ends each second and frees what it alone held, a new
-    prompt waits for as many ends as that takes: one where prompts are different, more where they share a start. Where they share
-    nearly all of it, the wait is bounded: 16 lifetimes for as much memory as there is."""
+    prompt waits for as many ends as that takes: one where prompts are different, more where they share a start. Where they
+    share nearly all of it, the wait is bounded: 16 lifetimes for as much memory as there is."""
     fleet, asked = fleet_of("a"), [query(text(1, shared) + text(seed, 160)) for seed in range(2, 13)]
     for number, one in enumerate(asked):
         fleet.sent(str(number), one, fleet.place(one, 0.0), 0.0)
