@@ -365,6 +365,7 @@ def test_a_prefix_that_requests_share_is_in_memory_once() -> None:
     fleet.failed("2", 22.0)
     assert replica.load.resident == 0
 
+
 @pytest.mark.parametrize("shared", [0, 1440, 120_000])
 def test_memory_that_others_share_is_not_freed(shared: int) -> None:
     """Eleven prompts fill a replica's memory; one ends after 10 s. If one ends each second and frees what it alone held, a new
