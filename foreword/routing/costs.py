@@ -540,7 +540,7 @@ class ReplicaLoad:
         if capacity is None or not resident or resident + needed <= capacity:
             return 0.0
         missing = resident + min(needed, capacity) - self.prompts.shared(keys, block_size) - capacity
-        # What others in flight share stays: all of them may end before much is free.
+        # Memory that others in flight share is not freed, so all of them may end before much is.
         freed = min((len(self.waiting) + len(self.running)) * self.freed, resident)
         return missing * self.lifetime / max(freed, resident / _LONGEST_WAIT) if missing > 0 else 0.0
 
