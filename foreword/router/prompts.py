@@ -190,7 +190,7 @@ class TokenizedPrompt(Struct, frozen=True):
             only, or `text` if they are not the replica's tokens.
         chain: by which its bytes are recognized; None if they are not.
         length: estimated number of all tokens, if only some are known.
-        held: see `KnownPrefix`.
+        held, home: see `KnownPrefix`.
     """
 
     tokens: Sequence[int]
@@ -198,6 +198,7 @@ class TokenizedPrompt(Struct, frozen=True):
     chain: PromptChain | None = None
     length: int = 0
     held: Mapping[str, int] = {}
+    home: str = ""
 
     @property
     def exact(self) -> bool:
@@ -281,9 +282,8 @@ class PromptTokenizer:
             pool.known.learn(chain, tokens)
         if found is not None and not (local or _agree(tokens, found)):
             return _without_tokens(request, chain, found._replace(held=found.sent))
-        return TokenizedPrompt(
-            tokens, "tokenizer" if local else "replica", chain, held=found.held if found is not None else {}
-        )
+        held, home = (found.held, found.home) if found is not None else ({}, "")
+        return TokenizedPrompt(tokens, "tokenizer" if local else "replica", chain, held=held, home=home)
 
     async def text_of(
         self, before: Sequence[int], tokens: Sequence[int], sent: str, replicas: Sequence[Upstream]
@@ -473,10 +473,10 @@ def _learn_late(known: KnownPrompts, chain: PromptChain, pending: asyncio.Future
 def _without_tokens(request: GenerateRequest, chain: PromptChain | None, found: KnownPrefix | None) -> TokenizedPrompt:
     """A prompt by its known part, or else as text. Replicas' events do not tell where text was sent; its bytes do."""
     if found is not None and found.tokens:
-        return TokenizedPrompt(found.tokens, "known", chain, found.total, found.held)
+        return TokenizedPrompt(found.tokens, "known", chain, found.total, found.held, found.home)
     text = text_as_tokens(request)
     held = {one: len(text) * known // found.total for one, known in found.held.items()} if found is not None else {}
-    return TokenizedPrompt(text, "text", chain, held=held)
+    return TokenizedPrompt(text, "text", chain, held=held, home=found.home if found is not None else "")
 
 
 def text_as_tokens(request: GenerateRequest) -> array[int]:

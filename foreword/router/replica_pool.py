@@ -253,12 +253,9 @@ class ReplicaPool:
             weights,
             required_weights,
             self._public_keys(prompt, name, spaces, salt) if public else {},
-            self._held(prompt) if prompt.held else {},
+            {url: tokens for url, tokens in prompt.held.items() if url in self.fleet.replicas},
+            prompt.home,
         )
-
-    def _held(self, prompt: TokenizedPrompt) -> Mapping[str, int]:
-        """Find the replica that has a part of the prompt that keys do not tell."""
-        return {url: tokens for url, tokens in prompt.held.items() if url in self.fleet.replicas}
 
     def worth_waiting(self, tokens: int, before: int) -> float:
         """Seconds that a request may wait to learn the last `tokens` tokens of its prompt: what it would take to compute them.

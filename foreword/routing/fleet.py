@@ -314,13 +314,16 @@ class Fleet:
         return self._place(query, now, unsuited, home)
 
     def home(self, query: PlacementQuery, now: float) -> SessionHome | None:
-        """Where the query's session was served last."""
+        """Where the query's session was served last, or else the prompt that it continues."""
         if query.session is not None or not query.other_keys:
-            return self.sessions.find(query.session, query.keys, now)
-        spaces = {query.key_space: query.keys, **query.other_keys}
-        found = [(size, self.sessions.find(None, keys, now)) for (_, size), keys in spaces.items()]
-        known = [(size * one.blocks, one) for size, one in found if one is not None]
-        return max(known, key=lambda pair: pair[0])[1] if known else None
+            best = self.sessions.find(query.session, query.keys, now)
+        else:
+            spaces = {query.key_space: query.keys, **query.other_keys}
+            found = [(size, self.sessions.find(None, keys, now)) for (_, size), keys in spaces.items()]
+            known = [(size * one.blocks, one) for size, one in found if one is not None]
+            best = max(known, key=lambda pair: pair[0])[1] if known else None
+        replica = self.replicas.get(query.continues) if best is None else None
+        return best if replica is None else SessionHome(replica.name, replica.weights)
 
     def _without(self, weights: str, reason: str) -> dict[str, str]:
         """The reason for all replicas that are not known to have these weights."""

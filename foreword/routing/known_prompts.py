@@ -63,6 +63,7 @@ class KnownPrefix(NamedTuple):
         total: estimated tokens of all of it.
         sent: the replica to which the known part was sent, with its length. At most one.
         held: the same if its tokens were not known then, or were not the replica's: no table of blocks has it.
+        home: the replica of the conversation that goes on with this prompt, as its first; else empty.
     """
 
     tokens: array[int]
@@ -71,6 +72,7 @@ class KnownPrefix(NamedTuple):
     total: int
     sent: Mapping[str, int]
     held: Mapping[str, int]
+    home: str = ""
 
 
 class _Link(NamedTuple):
@@ -157,7 +159,9 @@ class KnownPrompts:
         fresh = one.replica and one.joined == self._joined[one.replica] and now - one.placed_at <= self.ttl
         sent = {one.replica: length} if fresh and length else {}
         held = {} if one.by_keys else sent
-        return KnownPrefix(one.tokens[:length], link.whole, length, max(link.tokens + rest, 1), sent, held)
+        ends = at < len(chain.links) - 1 and chain.links[at] == next(reversed(one.links))
+        home = one.replica if fresh and ends else ""
+        return KnownPrefix(one.tokens[:length], link.whole, length, max(link.tokens + rest, 1), sent, held, home)
 
     def learn(self, chain: PromptChain, tokens: array[int]) -> None:
         """A prompt has these tokens. They may become known after it was placed."""

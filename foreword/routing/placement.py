@@ -30,7 +30,7 @@ and all candidates are compared as if they held the longest cached prefix:
 
 - The prompt is mostly new, such as the first request of a session after a shared system prompt. After one such request any
   replica holds that prefix, and the session stays for many requests. As in Preble (Srivatsa et al., 2024), "mostly new" means
-  more than half of the prompt.
+  more than half of the prompt. Not so for a session whose replica still holds some of it.
 - The prefix is so common that more replicas should hold it than do: a prefix of two thirds of the prompts should be on two
   of three replicas (`PrefixPopularity`). Otherwise all requests would queue for the first replica that had it.
 
@@ -60,7 +60,8 @@ _REASONS: Final = {
     "priced": "lowest expected TTFT together with what others wait",
     "session": "session affinity",
     "moved": "session moved, because waiting at its replica costs too much",
-    "spread": "spread: no replica holds enough of this prefix; least loaded chosen",
+    "spread": "spread: most of this prompt is on no replica; least loaded chosen",
+    "common": "spread: too few replicas hold this common prefix; least loaded chosen",
     "only": "the only available replica",
 }
 _TIE_SECONDS: Final = 0.005
@@ -91,6 +92,7 @@ class PlacementQuery(Struct, frozen=True):
         weights: of the replicas that `keys` are for.
         public_keys: of prompts that begin with public blocks, by key space: the keys of the chain that begins with those.
         held: leading tokens that replicas were sent beyond what the keys tell: their bytes were the same.
+        continues: the replica of the prompt that this one continues, by its bytes; else empty.
         required_weights: a replica with these weights has sent output already, so only one with the same may serve it.
     """
 
@@ -104,6 +106,7 @@ class PlacementQuery(Struct, frozen=True):
     required_weights: str | None = None
     public_keys: Mapping[KeySpace, Sequence[bytes]] = {}
     held: Mapping[str, int] = {}
+    continues: str = ""
 
     @property
     def key_space(self) -> KeySpace:
@@ -228,28 +231,20 @@ class CostEstimate(NamedTuple):
         delays, stalls, least = behind * (load + compute), slows * compute, _SHOWN_SECONDS
         if total < least and delays < least and stalls < least and ageing < least:
             return f"{total:.2f} s"
-        parts: list[str] = []
-        if queue >= least:
-            parts.append(f"{queue:.2f} queued")
-        if memory >= least:
-            parts.append(f"{memory:.2f} waiting for KV memory")
-        if load >= least:
-            parts.append(f"{load:.2f} {_loading(from_tiers)}")
-        if transfer >= least:
-            parts.append(f"{transfer:.2f} KV transfer")
-        if compute >= least:
-            parts.append(f"{compute:.2f} computing {computed} of {computed + reused} tokens")
-        if decode >= least:
-            parts.append(f"{decode:.2f} decode interference")
+        named = (
+            (queue, "queued"),
+            (memory, "waiting for KV memory"),
+            (load, _loading(from_tiers)),
+            (transfer, "KV transfer"),
+            (compute, f"computing {computed} of {computed + reused} tokens"),
+            (decode, "decode interference"),
+        )
+        parts = [f"{seconds:.2f} {what}" for seconds, what in named if seconds >= least]
         words = f"{total:.2f} s ({', '.join(parts)})" if parts else f"{total:.2f} s"
-        if delays >= least:
-            words += f", and {delays:.2f} s for those that wait"
-        if stalls >= least:
-            words += f", and {stalls:.2f} s for those that decode"
-        if ageing >= least:
-            words += f", and {ageing:.2f} s for its long wait"
-        if coming >= least:
-            words += f", and {coming:.2f} s for those that will come"
+        others = ((delays, "those that wait"), (stalls, "those that decode"), (ageing, "its long wait"))
+        for seconds, what in (*others, (coming, "those that will come")):
+            if seconds >= least:
+                words += f", and {seconds:.2f} s for {what}"
         return words
 
 
@@ -267,8 +262,9 @@ class Decision(Struct, frozen=True):
     Attributes:
         replica: name of the chosen replica; None if no candidate takes requests.
         estimates: one per candidate.
-        reason: one word: `cheapest`, `session` (stayed), `moved` (left its session's replica), `spread` (least loaded,
-            although others hold its prefix), `only`, `none`, or the name of another policy.
+        reason: one word: `cheapest`, `session` (stayed), `moved` (left its session's replica), `spread` (mostly new: least
+            loaded, although others hold its prefix), `common` (the same, because too few hold it), `only`, `none`, or the
+            name of another policy.
         prefill: the replica that computes the prompt, if it is another one.
         home: the replica that served the session before.
     """
@@ -282,10 +278,7 @@ class Decision(Struct, frozen=True):
     @property
     def estimate(self) -> CostEstimate | None:
         """The estimate of the chosen replica."""
-        for one in self.estimates:
-            if one.replica == self.replica and not one.excluded:
-                return one
-        return None
+        return next((one for one in self.estimates if one.replica == self.replica and not one.excluded), None)
 
     @property
     def expected_cached(self) -> int:
@@ -382,24 +375,28 @@ class CostPolicy:
             stays = self.affinity.limit(prices[cheapest], prefill[cheapest] - prefill[home])
             if prices[home] <= max(stays, limit):
                 return Decision(home, estimates, "session", home=home)
+        longest = max([one.reused for one, _ in usable])
         # Later requests of a session say nothing about how common their prefix is.
-        tied = least_loaded(self._tied(query, usable, prices, count=home is None))
+        kept = any(one.replica == home and one.reused for one, _ in usable)
+        as_if = "" if kept else self._as_if_held(query, usable, longest, count=home is None)
+        tied = least_loaded(self._tied(usable, prices, longest if as_if else 0))
         chosen = tied[0] if len(tied) == 1 else rendezvous(hash_key(query, candidates), tied)
         moved = home in prices and chosen != home
         dearer = prices[chosen] > limit
-        reason = "only" if len(usable) == 1 else "moved" if moved else "spread" if dearer else "cheapest"
+        reason = "only" if len(usable) == 1 else "moved" if moved else as_if if dearer else "cheapest"
         return Decision(chosen, estimates, reason, home=home)
 
-    def _tied(
-        self, query: PlacementQuery, usable: Sequence[_Usable], prices: Mapping[str, float], *, count: bool
-    ) -> list[_Usable]:
-        """The candidates whose prices count as equal to the lowest. `prices`: by replica."""
-        longest = max([one.reused for one, _ in usable])
+    def _as_if_held(self, query: PlacementQuery, usable: Sequence[_Usable], longest: int, *, count: bool) -> str:
+        """Why all candidates are compared as if they held the `longest` cached prefix; empty if they are not."""
+        common = count and self._is_underreplicated(query, usable, longest)
+        return "spread" if 2 * longest < query.tokens else "common" if common else ""
+
+    def _tied(self, usable: Sequence[_Usable], prices: Mapping[str, float], held: int) -> list[_Usable]:
+        """The candidates whose prices, by replica, count as equal to the lowest if all of them hold `held` tokens."""
         compared = [*prices.values()]
-        like = (count and self._is_underreplicated(query, usable, longest)) or 2 * longest < query.tokens
-        if like and (longest or query.tokens == 1):
+        if held:
             compared = [
-                one.price - missing_seconds(one, found, longest) * (1 + one.behind + one.slows) for one, found in usable
+                one.price - missing_seconds(one, found, held) * (1 + one.behind + one.slows) for one, found in usable
             ]
         limit = self._tie_limit(min(compared))
         return [pair for pair, price in zip(usable, compared, strict=True) if price <= limit]

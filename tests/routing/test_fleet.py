@@ -74,6 +74,23 @@ def test_a_conversation_stays_where_its_prefix_is() -> None:
     assert len(fleet._requests) == 0
 
 
+def test_a_turn_that_a_template_renders_otherwise_is_at_home() -> None:
+    """A prompt whose bytes continue another's goes where that was sent, although it shares only a third of its tokens and not
+    the last block; a replica that is gone is no home, and a session's own place counts before the bytes."""
+    for number in range(8):
+        fleet = fleet_of("a", "b", "c")
+        first = serve(fleet, "1", query(text(number, 160) + text(1, 160)), 0.0)
+        assert first.replica is not None
+        second = replace(query(text(number, 160) + text(2, 340)), continues=first.replica)
+        decision = fleet.place(second, 1.0)
+        assert (decision.replica, decision.reason, decision.home) == (first.replica, "session", first.replica)
+        assert fleet.place(replace(second, continues=""), 1.0).reason == "spread"
+        fleet.sessions.record("s", (), "elsewhere", 1.0)
+        assert fleet.home(replace(second, session="s"), 1.0) == SessionHome("elsewhere")
+        fleet.remove(first.replica)
+        assert fleet.place(second, 1.0).home is None
+
+
 def test_a_prompt_in_flight_attracts_the_same_prefix() -> None:
     """A second request with a long prefix that is being computed follows it, although no event has reported it
     yet."""

@@ -95,6 +95,32 @@ def test_what_was_sent_without_its_tokens_is_remembered_by_its_bytes() -> None:
     assert found is not None and not found.held
 
 
+def test_a_conversation_is_at_home_where_its_last_prompt_was_sent() -> None:
+    """The first prompt that goes on from a whole earlier one is of its conversation. One that only shares a beginning, goes on
+    from one that another has continued, or repeats one is not, nor one whose replica was removed or is not believed any more.
+    So a system prompt that was sent alone gathers no conversations."""
+    known, system = KnownPrompts(ttl=60.0), chain("s" * 400)
+    turns = [chain("s" * 400, *["u" * 400, "a" * 40] * number, "v" * 40) for number in range(3)]
+
+    def home(prompt: PromptChain, now: float = NOW) -> str:
+        found = known.find(prompt, now)
+        assert found is not None
+        return found.home
+
+    known.placed(system, 100, "r", NOW, by_keys=True)
+    assert home(turns[0]) == "r"
+    known.placed(turns[0], 210, "q", NOW, by_keys=True)
+    assert home(chain("s" * 400, "w" * 40)) == "", "another conversation behind the same system prompt"
+    assert home(turns[0]) == "", "the same prompt again"
+    known.placed(turns[1], 330, "r", NOW, by_keys=False)
+    assert home(chain("s" * 400, "u" * 400, "a" * 40, "v" * 40, "b", "c")) == "r"
+    assert home(chain("s" * 400, "u" * 400, "a" * 40, "w" * 40, "b", "c")) == "", "an edited message"
+    assert home(chain("s" * 400, "v" * 40, "b", "c")) == "q", "the other one goes on, too"
+    assert home(chain("s" * 400, "v" * 40, "b", "c"), NOW + 61) == ""
+    known.removed("q")
+    assert home(chain("s" * 400, "v" * 40, "b", "c")) == ""
+
+
 def test_a_replicas_count_is_exact() -> None:
     """A replica's usage for a prompt that was not tokenized is the prompt's length from then on."""
     known = KnownPrompts()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from foreword.errors import ConfigError
 from foreword.routing.costs import LoadCost
+from foreword.routing.directory import NOTHING
 from foreword.routing.placement import (
     Candidate,
     CostEstimate,
@@ -238,9 +239,33 @@ def test_a_short_cached_prefix_does_not_attract_a_new_session() -> None:
     fleet = [candidate("warm", 20, recent_tokens=5000), candidate("cold")]
     new = CostPolicy().choose(query(1600), fleet)
     assert (new.replica, new.reason) == ("cold", "spread")
-    assert new.in_words().startswith("cold: spread: no replica holds enough of this prefix")
+    assert new.in_words().startswith("cold: spread: most of this prompt is on no replica")
     known = [candidate("warm", 60, recent_tokens=5000), candidate("cold")]
     assert CostPolicy().choose(query(1600), known).replica == "warm"
+
+
+def test_a_session_pays_for_what_it_leaves() -> None:
+    """A session of which a fifth is left goes to its replica, or where its price is the lowest; one of which nothing is left is
+    placed like a new one. So no session computes what is cached because another replica had less to do."""
+    loads = {"home": 5000.0, "other": 4000.0, "idle": 0.0}
+    held = [candidate(name, 20 * (name != "idle"), recent_tokens=load) for name, load in loads.items()]
+    stayed = CostPolicy().choose(query(1600), held, "home")
+    assert (stayed.replica, stayed.reason) == ("home", "session")
+    busy = [one._replace(queued_tokens=2000.0) if one.name == "home" else one for one in held]
+    moved = CostPolicy().choose(query(1600), busy, "home")
+    assert (moved.replica, moved.reason) == ("other", "moved")
+    lost = [one._replace(reach=NOTHING) if one.name == "home" else one for one in held]
+    again = CostPolicy().choose(query(1600), lost, "home")
+    assert again.replica == "idle"
+
+
+def test_a_common_prefix_is_said_to_be_common() -> None:
+    """A prompt that is sent away from most of its prefix, because too few replicas hold that, says so."""
+    policy, fleet = CostPolicy(), [candidate("warm", 60, recent_tokens=5000), candidate("cold")]
+    chosen = [policy.choose(query(1600), fleet) for _ in range(30)]
+    assert chosen[0].replica == "warm"
+    assert (chosen[-1].replica, chosen[-1].reason) == ("cold", "common")
+    assert chosen[-1].in_words().startswith("cold: spread: too few replicas hold this common prefix")
 
 
 def test_a_short_cached_prefix_wins_where_loads_are_equal() -> None:

@@ -12,7 +12,7 @@ const SHOWN_REPLICAS = 50;
 // A smaller fleet is shown as a whole.
 const FOLDED_FROM = 9;
 const TIERS = ["device", "memory", "disk", "shared"];
-const REASONS = { cheapest: "lowest TTFT", session: "session affinity", moved: "session moved", spread: "spread, least loaded", only: "only one available" };
+const REASONS = { cheapest: "lowest TTFT", session: "session affinity", moved: "session moved", spread: "spread, least loaded", common: "spread, common prefix", only: "only one available" };
 
 export const shortOf = (text) => text.replaceAll(/\bhttps?:\/\//g, "");
 
