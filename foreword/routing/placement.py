@@ -30,7 +30,7 @@ and all candidates are compared as if they held the longest cached prefix:
 
 - The prompt is mostly new, such as the first request of a session after a shared system prompt. After one such request any
   replica holds that prefix, and the session stays for many requests. As in Preble (Srivatsa et al., 2024), "mostly new" means
-  more than half of the prompt. Not so for a session whose replica still holds some of it.
+  more than half of the prompt.
 - The prefix is so common that more replicas should hold it than do: a prefix of two thirds of the prompts should be on two
   of three replicas (`PrefixPopularity`). Otherwise all requests would queue for the first replica that had it.
 
@@ -377,13 +377,12 @@ class CostPolicy:
                 return Decision(home, estimates, "session", home=home)
         longest = max([one.reused for one, _ in usable])
         # Later requests of a session say nothing about how common their prefix is.
-        kept = any(one.replica == home and one.reused for one, _ in usable)
-        as_if = "" if kept else self._as_if_held(query, usable, longest, count=home is None)
+        as_if = self._as_if_held(query, usable, longest, count=home is None)
         tied = least_loaded(self._tied(usable, prices, longest if as_if else 0))
         chosen = tied[0] if len(tied) == 1 else rendezvous(hash_key(query, candidates), tied)
         moved = home in prices and chosen != home
         dearer = prices[chosen] > limit
-        reason = "only" if len(usable) == 1 else "moved" if moved else as_if if dearer else "cheapest"
+        reason = "only" if len(usable) == 1 else as_if if dearer else "moved" if moved else "cheapest"
         return Decision(chosen, estimates, reason, home=home)
 
     def _as_if_held(self, query: PlacementQuery, usable: Sequence[_Usable], longest: int, *, count: bool) -> str:

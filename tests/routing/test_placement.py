@@ -244,16 +244,16 @@ def test_a_short_cached_prefix_does_not_attract_a_new_session() -> None:
     assert CostPolicy().choose(query(1600), known).replica == "warm"
 
 
-def test_a_session_pays_for_what_it_leaves() -> None:
-    """A session of which a fifth is left goes to its replica, or where its price is the lowest; one of which nothing is left is
-    placed like a new one. So no session computes what is cached because another replica had less to do."""
+def test_a_session_stays_where_a_fifth_of_it_is() -> None:
+    """A session of which a fifth is left goes to its replica, whatever others had to do. If that is busy, or nothing is left,
+    it is placed like a new one, and says so."""
     loads = {"home": 5000.0, "other": 4000.0, "idle": 0.0}
     held = [candidate(name, 20 * (name != "idle"), recent_tokens=load) for name, load in loads.items()]
     stayed = CostPolicy().choose(query(1600), held, "home")
     assert (stayed.replica, stayed.reason) == ("home", "session")
     busy = [one._replace(queued_tokens=2000.0) if one.name == "home" else one for one in held]
     moved = CostPolicy().choose(query(1600), busy, "home")
-    assert (moved.replica, moved.reason) == ("other", "moved")
+    assert (moved.replica, moved.reason, moved.home) == ("idle", "spread", "home")
     lost = [one._replace(reach=NOTHING) if one.name == "home" else one for one in held]
     again = CostPolicy().choose(query(1600), lost, "home")
     assert again.replica == "idle"
