@@ -30,6 +30,7 @@ from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
 from foreword.router.extras import Audit, Misses, Prefixes, SpeedProbes, WarmUp, extras_for, extras_of, order_for
 from foreword.router.prompts import PromptTokenizer
+from foreword.router.replica_connection import ReplicaConnection
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
 from foreword.router.replicas import (
@@ -204,8 +205,10 @@ class Router:
     def _client_session(self, *, fresh: bool = False, **options: Any) -> aiohttp.ClientSession:
         """`fresh`: each request has a new connection."""
         reuse: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": _KEEP_ALIVE_SECONDS}
+        connector: Any = aiohttp.TCPConnector(limit=0, ttl_dns_cache=5, **reuse)
+        connector._factory = partial(ReplicaConnection, asyncio.get_running_loop())
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=5, **reuse),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
             request_class=cast(Any, partial(WholeRequest, {})),
