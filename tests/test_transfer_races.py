@@ -24,8 +24,8 @@ from foreword.blocks.keys import KEY_BYTES
 from foreword.disaggregation import kv_transfer, kv_view
 from foreword.disaggregation.kv_transfer import KVRange, KVReceive, KVSend, KVSender
 from foreword.disaggregation.kv_view import DeviceRows, KVView
+from foreword.engine.paged_layers import layout_of
 from foreword.offload.device import Stream
-from foreword.offload.staging import layout_of
 from foreword.transfer.errors import TransferError
 from foreword.transfer.parts import split
 from foreword.transfer.wire_format import Buffer, KVPart

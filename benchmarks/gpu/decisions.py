@@ -110,7 +110,8 @@ class Context:
         return self._arena
 
     def _new_arena(self, *, direct: bool) -> Any:
-        from foreword.offload.staging import StagingArena, tensors_of
+        from foreword.engine.paged_layers import tensors_of
+        from foreword.offload.staging import StagingArena
         from foreword.store_config import StoreConfig
 
         tensors = tensors_of(self.engine().runner.layers)
@@ -121,7 +122,7 @@ class Context:
 
     def layout(self) -> Any:
         """The stored layout of the engine's blocks."""
-        from foreword.offload.staging import layout_of
+        from foreword.engine.paged_layers import layout_of
 
         bench = self.engine()
         return layout_of(bench.runner.layers, bench.loaded.fingerprint)
@@ -559,7 +560,7 @@ def _memory(copies: Any) -> str:
 def step_ttft_copies(context: Context) -> Iterator[Row]:
     """TTFT where blocks come back as vLLM's SimpleCPUOffloadConnector brings them: a rival in the same engine."""
     from benchmarks.gpu.batch_copies import BatchCopies
-    from foreword.offload.staging import tensors_of
+    from foreword.engine.paged_layers import tensors_of
 
     shapes, bench = context.shapes, context.engine()
     bench.attach(None)
@@ -809,7 +810,7 @@ class SavingLikeVllm:
 
     def __init__(self, context: Context) -> None:
         from benchmarks.gpu.batch_copies import BatchCopies, Transfer
-        from foreword.offload.staging import tensors_of
+        from foreword.engine.paged_layers import tensors_of
 
         tensors = tensors_of(context.engine().runner.layers)
         self._copies = BatchCopies(tensors, 64 if context.tiny else 2048)
@@ -872,8 +873,8 @@ def step_copies(context: Context) -> Iterator[Row]:
     import torch
 
     from benchmarks.gpu.batch_copies import BatchCopies, huge_memory, register, unregister
+    from foreword.engine.paged_layers import tensors_of
     from foreword.offload.copy_calls import CopyCall
-    from foreword.offload.staging import tensors_of
 
     device, bench, size = context.device, context.engine(), context.shapes.copy_bytes
     cuda = device.type == "cuda"
@@ -974,7 +975,7 @@ def step_kernels(context: Context) -> Iterator[Row]:
 
     from benchmarks.gpu.batch_copies import BatchCopies
     from benchmarks.gpu.steps import CASES, LONG_STEPS, SHORT_STEPS, attention_error
-    from foreword.offload.staging import tensors_of
+    from foreword.engine.paged_layers import tensors_of
 
     bench = context.engine()
     tensors = tensors_of(bench.runner.layers)
@@ -1106,8 +1107,8 @@ def _saved_and_loaded(context: Context, count: int, way: str, *, direct: bool) -
     import torch
 
     from foreword.blocks.keys import chain_keys
+    from foreword.engine.paged_layers import tensors_of
     from foreword.offload.load import LoadPlan
-    from foreword.offload.staging import tensors_of
 
     bench = context.engine()
     block, tokens = bench.runner.bytes_per_block, bench.config.block_size

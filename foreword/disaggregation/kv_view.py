@@ -18,8 +18,8 @@ from torch import Tensor
 
 from foreword.blocks.layout import Layout
 from foreword.blocks.runs import consecutive_runs
+from foreword.engine.paged_layers import PagedTensors, tensors_of
 from foreword.offload.device import CudaQueues, Event, Queues, Stream, follow_stream
-from foreword.offload.staging import PagedTensors, tensors_of
 from foreword.transfer.wire_format import Buffer, KVPart
 
 

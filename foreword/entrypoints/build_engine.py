@@ -28,6 +28,7 @@ from foreword.engine.cache_report import MissHistory
 from foreword.engine.external_kv import EngineStores
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.model import LoadedModel
+from foreword.engine.paged_layers import layout_of, tensors_of
 from foreword.engine.prompt_leases import EngineLeases
 from foreword.engine.request import ModelInfo, Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
@@ -41,7 +42,7 @@ from foreword.entrypoints.hit_reports import build_audit
 from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.ring import RING_BYTES
-from foreword.offload.staging import StagingArena, layout_of, tensors_of
+from foreword.offload.staging import StagingArena
 from foreword.offload.writer import WRITE_TIMEOUT
 from foreword.prefixes.book import Content
 from foreword.prefixes.lease_follower import LeaseFollower

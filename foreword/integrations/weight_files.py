@@ -1,4 +1,4 @@
-"""Identity of checkpoints and adapters: equal in every folder and division into files, different after any change.
+"""Identity of checkpoints: equal in every folder and division into files, different after any change.
 
 A checkpoint is its tensors (`tensor_files.py`): those of the files that the engine's load format reads.
 """
@@ -166,19 +166,3 @@ def _without_common(tensors: list[TensorContent]) -> list[TensorContent]:
         common += 1
     named = [replace(one, name=".".join(parts[common:])) for one, parts in zip(tensors, names, strict=True)]
     return sorted(named, key=lambda one: one.name)
-
-
-def adapter_files(folder: Path) -> list[Path]:
-    """Raises FileNotFoundError for a folder without an adapter."""
-    weights = [path for pattern in ("*.safetensors", "*.bin", "*.pt") for path in folder.glob(pattern)]
-    if not weights:
-        raise FileNotFoundError(folder)
-    return sorted([*weights, folder / "adapter_config.json"])
-
-
-def digest_of_files(paths: Iterable[Path]) -> bytes:
-    digest = hashlib.sha256(b"foreword/adapter\x00")
-    for path in paths:
-        name = path.name.encode()
-        digest.update(len(name).to_bytes(4, "little") + name + file_digest(path))
-    return digest.digest()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
 from foreword.offload import huge_pages
 from foreword.offload.device import DeviceCopies, Event, Plane, Queues
@@ -22,32 +21,6 @@ from foreword.store.frame import HEADER_BYTES
 
 _ALIGNMENT = 64
 _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-
-
-class PagedTensors(Protocol):
-    """A layer's paged tensors, `[num_blocks, block_size, kv_heads, dim]`, contiguous."""
-
-    @property
-    def k_blocks(self) -> Tensor: ...
-    @property
-    def v_blocks(self) -> Tensor: ...
-
-
-def layout_of(layers: Mapping[int, PagedTensors], model: bytes, loss: str = "") -> Layout:
-    """The stored layout of a block of these layers."""
-    ordered = [layers[number] for number in sorted(layers)]
-    kind = ordered[0].k_blocks.dtype
-    shapes = tuple(
-        LayerLayout(layer.k_blocks.shape[2], layer.k_blocks.shape[3], layer.v_blocks.shape[3]) for layer in ordered
-    )
-    block_size = ordered[0].k_blocks.shape[1]
-    return Layout(model, block_size, shapes, str(kind).removeprefix("torch."), loss=loss)
-
-
-def tensors_of(layers: Mapping[int, PagedTensors]) -> list[Tensor]:
-    """The paged tensors in payload order: layer after layer, K before V."""
-    ordered = [layers[number] for number in sorted(layers)]
-    return [tensor for layer in ordered for tensor in (layer.k_blocks, layer.v_blocks)]
 
 
 class RowGroup(PlaneGroup):

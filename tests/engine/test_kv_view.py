@@ -16,7 +16,7 @@ from lazy_queues import LazyQueues
 from torch import Tensor
 
 from foreword.disaggregation.kv_view import KVView
-from foreword.offload.staging import layout_of
+from foreword.engine.paged_layers import layout_of
 from foreword.transfer.parts import payload_bytes
 from foreword.transfer.wire_format import KVPart
 

@@ -92,3 +92,34 @@ def test_wishes_are_refused(vllm: Callable[[str], Any], monkeypatch: pytest.Monk
     assert kept.keys() == {field.name for field in fields(RetentionAnswer)}
     assert PACKAGE in answers["foreword_session"]["error"]
     assert not control.chain(Scope(b"m", 16, PUBLIC), range(32), ()).public, "no blocks are public"
+
+
+def test_kv_of_adapters_and_media_is_not_saved(
+    vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the extras a request with an adapter, with media or with embeddings has no identity, so its KV is neither saved
+    nor loaded, and a warning says what is missing where vLLM takes some. Text alone has one, and is warned of nowhere."""
+    parts, identity = vllm("connector_extras"), vllm("request_identity")
+    for name in ("adapters", "media"):
+        monkeypatch.setitem(sys.modules, f"{EXTRAS}.{name}", None)
+    model = SimpleNamespace(multimodal_config=object())
+    rich = SimpleNamespace(lora_config=object(), model_config=model)
+    plain = SimpleNamespace(lora_config=None, model_config=SimpleNamespace(multimodal_config=None))
+    text = SimpleNamespace(lora_request=None, mm_features=(), prompt_embeds=None)
+    for config in (plain, rich):
+        assert not caplog.text
+        digests = parts.adapter_digests(config), parts.input_digests(config, 16, b"")
+        found = identity.RequestIdentities(adapters=digests[0], inputs=digests[1])
+        asked = [
+            SimpleNamespace(**{**vars(text), **more})
+            for more in (
+                {"lora_request": SimpleNamespace(lora_path="/nowhere", lora_int_id=1)},
+                {"mm_features": [SimpleNamespace()]},
+                {"prompt_embeds": object()},
+            )
+        ]
+        assert found.of(text) is not None and [found.of(one) for one in asked] == [None] * 3
+        loaded = parts.loaded_adapters(config)
+        one = identity.Adapter(1, bytes(32))
+        assert loaded.may_save(None) and loaded.may_load(None) and not (loaded.may_save(one) or loaded.may_load(one))
+    assert caplog.text.count(PACKAGE) == 2 and "LoRA adapters" in caplog.text and "media" in caplog.text

@@ -21,8 +21,10 @@ from vllm_process import PYTHON, answers, disk, make_model, prompts, run
 
 from foreword.blocks.keys import Scope, TokenChain
 from foreword.blocks.salt import Salt
-from foreword.integrations.vllm.request_identity import RequestIdentities, RequestIdentity, salt_of
-from foreword.integrations.vllm.weights import Adapter, AdapterFiles, LoadedAdapters, WeightsVersion
+from foreword.integrations.vllm.request_identity import Adapter, RequestIdentities, RequestIdentity, salt_of
+from foreword.integrations.vllm.weights import WeightsVersion
+from foreword.integrations.vllm_extras.adapters import AdapterFiles, AdaptersInMemory
+from foreword.integrations.vllm_extras.media import InputContents
 from foreword.referee.models import make_adapter
 
 BLOCK = 4
@@ -55,8 +57,8 @@ def request(images: Sequence[Image] = (), **given: Any) -> SimpleNamespace:
     return SimpleNamespace(mm_features=[image.feature() for image in images], **{**known, **given})
 
 
-def identities(**given: Any) -> RequestIdentities:
-    return RequestIdentities(BLOCK, **given)
+def identities(settings: bytes = b"", **given: Any) -> RequestIdentities:
+    return RequestIdentities(settings=settings, adapters=AdapterFiles(), inputs=InputContents(BLOCK, settings), **given)
 
 
 def identity(asked: Any) -> RequestIdentity:
@@ -233,7 +235,7 @@ def test_adapters(tmp_path: Path) -> None:
 def test_adapters_in_memory(tmp_path: Path) -> None:
     """KV computed with an adapter is saved only if vLLM has in memory what the files were when it was asked for. After another
     load from the same path nothing of it is saved or loaded, because vLLM's own cache may have KV of both."""
-    folder, files, loaded = tmp_path / "a", AdapterFiles(), LoadedAdapters()
+    folder, files, loaded = tmp_path / "a", AdapterFiles(), AdaptersInMemory()
 
     def asked(number: int) -> Adapter:
         return Adapter(number, files.digest(str(folder)) or b"")

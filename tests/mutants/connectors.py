@@ -19,12 +19,14 @@ from foreword.blocks import keys as block_keys
 from foreword.blocks.layout import Layout
 from foreword.blocks.resume import GroupKind
 from foreword.integrations.model_identity import weights_digest
-from foreword.integrations.vllm import connector_config, request_identity, scheduler_side
+from foreword.integrations.vllm import connector_config, scheduler_side
 from foreword.integrations.vllm.connector import ForewordConnector
 from foreword.integrations.vllm.kv_views import block_views
-from foreword.integrations.vllm.request_identity import AdapterFiles, MediaDigests, RequestIdentity
+from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.integrations.vllm.step_messages import BlockLoad, BlockSave, ForewordConnectorMetadata
-from foreword.integrations.vllm.weights import LoadedAdapters
+from foreword.integrations.vllm_extras import media
+from foreword.integrations.vllm_extras.adapters import AdapterFiles, AdaptersInMemory
+from foreword.integrations.vllm_extras.media import MediaDigests
 from foreword.offload.load import GroupBlocks
 from foreword.store import tier
 from foreword.store.base import Store
@@ -527,7 +529,7 @@ class AdapterPath(Mutant):
     @classmethod
     def plant(cls) -> None:
         AdapterFiles.digest = lambda self, path: sha256(path.encode()).digest()
-        LoadedAdapters.may_save = LoadedAdapters.may_load = lambda self, adapter: True
+        AdaptersInMemory.may_save = AdaptersInMemory.may_load = lambda self, adapter: True
 
 
 class AdaptersBeside(Mutant):
@@ -547,7 +549,7 @@ class ImagesIgnored(Mutant):
 
     @classmethod
     def plant(cls) -> None:
-        request_identity.media_extras = lambda items, block_size: []
+        media.media_extras = lambda items, block_size: []
 
 
 class ImageOrderIgnored(Mutant):
@@ -560,7 +562,7 @@ class ImageOrderIgnored(Mutant):
         def media_extras(items: Any, block_size: int) -> list[bytes]:
             return [sha256(b"".join(sorted(item.content for item in items))).digest()] if items else []
 
-        request_identity.media_extras = media_extras
+        media.media_extras = media_extras
 
 
 class ImageNames(Mutant):

@@ -102,14 +102,14 @@ MUTANTS = (
     ),
     Mutant(
         "keys: adapter's configuration not in its digest",
-        "foreword/integrations/weight_files.py",
+        "foreword/integrations/adapter_files.py",
         'return sorted([*weights, folder / "adapter_config.json"])',
         "return sorted(weights)",
         IDENTITY,
     ),
     Mutant(
         "keys: place of an image ignored",
-        "foreword/integrations/vllm/request_identity.py",
+        "foreword/integrations/vllm_extras/media.py",
         "item.offset - block * block_size)",
         "0)",
         IDENTITY,
@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys: an adapter that changed on disk still loads",
-        "foreword/integrations/vllm/weights.py",
+        "foreword/integrations/vllm_extras/adapters.py",
         "return digest == adapter.digest and self._by_path.get(path) == digest",
         "return True",
         IDENTITY,

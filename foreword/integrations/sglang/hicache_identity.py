@@ -24,8 +24,9 @@ from sglang.srt.server_args import ServerArgs
 
 from foreword.blocks.layout import ITEM_BYTES, Layout
 from foreword.errors import ConfigError, ModelUnsupported
+from foreword.integrations.adapter_files import adapter_files, digest_of_files
 from foreword.integrations.model_identity import weights_digest
-from foreword.integrations.weight_files import adapter_files, digest_of_files, model_folder
+from foreword.integrations.weight_files import model_folder
 from foreword.model_content import CODE_KEYS, IGNORED_KEYS, plain_config
 
 _CONFIGS: Final = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")

@@ -5,9 +5,13 @@ without it.
   `kv_transfer_params` of their responses; without the extras the answer is a refusal.
 - Transfer: hands computed prompts off to other instances, reads their stores (`peer://`), and lets a scheduler that is in
   another process than its workers look into the workers' memory.
-- The portable layout and the usage ledger. KV events are a setting of vLLM: without the extras they say nothing of the tiers.
+- The portable layout and the usage ledger.
 
-Each is imported where a setting asks for it; without the extras the setting is an error.
+Each is imported where a setting asks for it; without the extras the setting is an error. Settings of vLLM's own are none, and
+the log says what is missing:
+
+- KV events say nothing of the tiers.
+- Of requests with LoRA adapters, media or prompt embeddings no KV is saved or loaded.
 """
 
 from __future__ import annotations
@@ -28,12 +32,15 @@ if TYPE_CHECKING:
     from foreword.blocks.layout import BlockUnits
     from foreword.blocks.salt import Salt
     from foreword.integrations.vllm.connector_config import KVCacheInfo
+    from foreword.integrations.vllm.request_identity import Adapter
     from foreword.integrations.vllm.request_state import BlockIds, RequestState
     from foreword.integrations.vllm.step_messages import ForewordConnectorMetadata
     from foreword.integrations.vllm_extras.interfaces import (
+        AdapterDigests,
         ChangeEvents,
         ChangeWatch,
         ControlExtra,
+        InputDigests,
         PortableLayout,
         TransferExtra,
         UsageNotes,
@@ -94,6 +101,47 @@ def tier_events(
         return None
     found: ChangeEvents = make(tiers, parts, block_sizes)
     return found
+
+
+def adapter_digests(vllm_config: Any) -> AdapterDigests | None:
+    """Identifies adapters by their files; None without the extras, and where vLLM loads none."""
+    make = _asked("adapters:AdapterFiles", vllm_config.lora_config is not None, "LoRA adapters")
+    return None if make is None else make()
+
+
+def loaded_adapters(vllm_config: Any) -> LoadedAdapters:
+    """The adapters in this process's memory, recorded from the first call on."""
+    found = of_product(f"{_PACKAGE}.adapters:loaded_adapters") if vllm_config.lora_config is not None else None
+    return LoadedAdapters() if found is None else found()
+
+
+def input_digests(vllm_config: Any, block_size: int, settings: bytes) -> InputDigests | None:
+    """Identifies media and prompt embeddings, by blocks of `block_size` tokens; None without the extras, and where vLLM takes
+    none. `settings`: of vLLM, which change what media become."""
+    model = vllm_config.model_config
+    takes = getattr(model, "multimodal_config", None) is not None or getattr(model, "enable_prompt_embeds", False)
+    make = _asked("media:InputContents", takes, "media or prompt embeddings")
+    return None if make is None else make(block_size, settings)
+
+
+def _asked(place: str, asked: bool, what: str) -> Any:
+    """`module:name` of the extras, if it is asked for; None and a warning where they are not installed."""
+    found = of_product(f"{_PACKAGE}.{place}") if asked else None
+    if asked and found is None:
+        logger.warning("Foreword: KV of requests with %s is not saved: that needs %s", what, _MISSING)
+    return found
+
+
+class LoadedAdapters:
+    """LoRA adapters that a worker's vLLM has in memory, here of one that loads none, or without the extra."""
+
+    def may_save(self, adapter: Adapter | None) -> bool:
+        """Whether what was just computed for this adapter was computed with it. True without an adapter."""
+        return adapter is None
+
+    def may_load(self, adapter: Adapter | None) -> bool:
+        """Whether vLLM will go on computing with this adapter. True without one."""
+        return adapter is None
 
 
 def usage_notes(path: str, config: Any) -> UsageNotes | None:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from foreword.integrations.vllm.weights import Adapter
+from foreword.integrations.vllm.request_identity import Adapter
 from foreword.offload.load import GroupBlocks
 
 if TYPE_CHECKING:

@@ -1,7 +1,5 @@
-"""The weights that a server computes with: fingerprints of checkpoints and adapters, and versions of weights updated in place.
-
-A fingerprint comes from the files: equal in every folder, different after any change.
-"""
+"""The weights that a server computes with: versions of weights that are updated in place, and calls of vLLM's engine that tell
+of them."""
 
 from __future__ import annotations
 
@@ -9,87 +7,9 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-
-from foreword.errors import ModelUnsupported
-from foreword.integrations.weight_files import adapter_files, digest_of_files, model_folder
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter: vLLM's number for it, and the digest of its files."""
-
-    number: int
-    digest: bytes
-
-
-_Signature = tuple[tuple[str, int, int, int, int], ...]
-
-
-class AdapterFiles:
-    """Digests of adapters, from their files. They are read again when they change."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[_Signature, bytes]] = {}
-
-    def digest(self, path: str) -> bytes | None:
-        """32 bytes for a folder, or a name on the Hugging Face hub as vLLM accepts it; None if files are missing or change."""
-        try:
-            folder = model_folder(os.path.expanduser(path), None)
-            signature = _signature(folder)
-            known = self._known.get(path)
-            if known is None or known[0] != signature:
-                known = signature, digest_of_files(adapter_files(folder))
-                if _signature(folder) != signature:
-                    return None
-                self._known[path] = known
-        except (OSError, ModelUnsupported):
-            return None
-        return known[1]
-
-
-def _signature(folder: Path) -> _Signature:
-    """Changes with any change of the adapter's files."""
-    found = [(path, path.stat()) for path in adapter_files(folder)]
-    return tuple((str(path), one.st_size, one.st_mtime_ns, one.st_ctime_ns, one.st_ino) for path, one in found)
-
-
-class LoadedAdapters:
-    """The adapters that vLLM has in memory, in a worker's process.
-
-    The scheduler side identifies an adapter by its files. vLLM loads it once, at another time, and keeps KV of it by name and
-    path in its own cache. So if the files of a path change while the server runs, files, memory and cache may disagree. The
-    adapter is then not saved or loaded any more, until the server restarts. A new path has no such doubt.
-    """
-
-    def __init__(self) -> None:
-        self._in_memory: dict[int, tuple[str, bytes]] = {}
-        self._by_path: dict[str, bytes] = {}  # b"": had several
-
-    def record(self, number: int, path: str, digest: bytes | None) -> None:
-        """vLLM has loaded an adapter. `digest` is None if its files could not be read."""
-        before = self._in_memory.get(number)
-        if before is not None and before != (path, digest):
-            self._by_path[before[0]] = b""  # its requests may run on with the new weights
-        if self._by_path.setdefault(path, digest or b"") != digest:
-            self._by_path[path] = b""
-        self._in_memory[number] = path, digest or b""
-
-    def may_save(self, adapter: Adapter | None) -> bool:
-        """Whether what was just computed for this adapter was computed with it. True without an adapter."""
-        return adapter is None or self._is_loaded(adapter)
-
-    def may_load(self, adapter: Adapter | None) -> bool:
-        """Whether vLLM will go on computing with this adapter: it is in memory, or will be loaded from its files."""
-        return adapter is None or adapter.number not in self._in_memory or self._is_loaded(adapter)
-
-    def _is_loaded(self, adapter: Adapter) -> bool:
-        path, digest = self._in_memory.get(adapter.number, ("", b""))
-        return digest == adapter.digest and self._by_path.get(path) == digest
 
 
 def adapters_spoil_base() -> bool:
@@ -108,38 +28,6 @@ def adapters_spoil_base() -> bool:
     output = torch.zeros(1, 1)
     bgmv_shrink(torch.ones(1, 2), torch.ones(1, 1, 1, 2), output, torch.tensor([-1]))
     return bool(output.any())
-
-
-_loaded = LoadedAdapters()
-
-
-def loaded_adapters() -> LoadedAdapters:
-    """The adapters in this process's memory, recorded from the first call on.
-
-    vLLM tells connectors nothing about adapters, so this wraps the method that reads an adapter's files. In a vLLM without this
-    method nothing is recorded, and no KV of adapters is saved.
-    """
-    try:
-        from vllm.lora.lora_model import LoRAModel
-    except ImportError:
-        return _loaded
-    load = getattr(LoRAModel, "from_local_checkpoint", None)
-    if load is not None and not hasattr(load, "foreword"):
-        LoRAModel.from_local_checkpoint = classmethod(_recorded(load.__func__))
-    return _loaded
-
-
-def _recorded(load: Callable[..., Any]) -> Callable[..., Any]:
-    files = AdapterFiles()
-
-    def from_local_checkpoint(cls: Any, lora_dir: str, *args: Any, **kwargs: Any) -> Any:
-        before = files.digest(lora_dir)
-        model = load(cls, lora_dir, *args, **kwargs)
-        _loaded.record(model.id, lora_dir, before if files.digest(lora_dir) == before else None)
-        return model
-
-    from_local_checkpoint.foreword = True  # type: ignore[attr-defined]
-    return from_local_checkpoint
 
 
 def follow_engine(vllm_config: Any, method: str, told: Callable[..., object], *, before: bool = False) -> bool:

@@ -21,7 +21,13 @@ from foreword import __version__
 from foreword.blocks.layout import Layout, block_names
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.connector_extras import opened_by, retire, tier_watch, transfer_extra
+from foreword.integrations.vllm.connector_extras import (
+    loaded_adapters,
+    opened_by,
+    retire,
+    tier_watch,
+    transfer_extra,
+)
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
@@ -45,7 +51,6 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.weight_changes import follow_loads
-from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.device import follow_stream
 from foreword.offload.frame_copies import PlaneGroup
 from foreword.offload.load import StoreLoad
@@ -112,7 +117,7 @@ class ForewordConnectorWorker:
         self._late: LateSaves | None = None
         self._late_reported: frozenset[str] = frozenset()
         self._refused: list[BlockLoad] = []
-        self._adapters = loaded_adapters() if info.config.lora_config is not None else LoadedAdapters()
+        self._adapters = loaded_adapters(info.config)
         self._load_seconds: list[float] = []
         self._stats: StatsReader | None = None
         self._changes: ChangeWatch | None = None

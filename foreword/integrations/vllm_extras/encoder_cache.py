@@ -45,10 +45,11 @@ from foreword.integrations.vllm.namespace import (
     tolerance,
     unmeasured,
 )
-from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
+from foreword.integrations.vllm.request_identity import framed, salt_of
 from foreword.integrations.vllm.weight_changes import changes_weights
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.integrations.vllm_extras.encoder_records import ENCODERS, EncoderRecord
+from foreword.integrations.vllm_extras.media import MediaDigests
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.layout_records import LAYOUTS, LayoutRecord

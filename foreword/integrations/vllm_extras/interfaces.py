@@ -209,6 +209,21 @@ class ChangeEvents(Protocol):
         """Take the events since the last call."""
 
 
+class AdapterDigests(Protocol):
+    """Identifies LoRA adapters by their files."""
+
+    def digest(self, path: str) -> bytes | None:
+        """32 bytes for a folder, or a name on the Hugging Face hub as vLLM accepts it; None if files are missing or change."""
+
+
+class InputDigests(Protocol):
+    """Identifies the media and the prompt embeddings of requests."""
+
+    def of(self, request: Any) -> list[bytes] | None:
+        """By block, the media and embeddings in it; None for a request with some that cannot be identified. The last blocks may
+        be missing: they have none."""
+
+
 class UsageNotes(Protocol):
     """The usage ledger: a line for each request that has ended."""
 

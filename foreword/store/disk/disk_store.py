@@ -25,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from importlib import import_module
 from typing import Final, Literal
 
 from foreword.errors import (
@@ -52,6 +51,7 @@ from foreword.store.base import (
     step_deadline,
     time_left,
 )
+from foreword.store.disk import synced
 from foreword.store.disk.files import (
     BlockFile,
     BlockFiles,
@@ -462,8 +462,7 @@ class DiskStore(Store):
     def sync_deletions(
         self, prefixes: Sequence[tuple[bytes, bytes]], *, records: bool = False, deadline: float
     ) -> Iterator[None]:
-        # Only who erases needs it.
-        for step in import_module("foreword.store.disk.synced").steps(self.path, prefixes, records=records):
+        for step in synced.steps(self.path, prefixes, records=records):
             self._check_open(deadline)
             yield step
 

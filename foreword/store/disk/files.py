@@ -168,18 +168,8 @@ class BlockFiles:
         """Write blocks of one layout and root as a piece, completely or not at all. Raises StoreError."""
         names, frames = zip(*files, strict=True)
         path = self.piece_path(names[0], piece)
-        temporary = f"{path}.{token}"
-        try:
-            handle = _create(temporary)
-            try:
-                pieces.write(handle, [key_of(name) for name in names], frames)
-            finally:
-                os.close(handle)
-            os.rename(temporary, path)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise store_error(error) from error
+        with _new_file(path, f"{path}.{token}") as handle:
+            pieces.write(handle, [key_of(name) for name in names], frames)
 
     def in_piece(self, name: Name, piece: int) -> list[BlockFile]:
         """The blocks of a complete piece with the layout and root of `name`; none if there is none. Raises StoreError."""
@@ -448,14 +438,21 @@ def write_atomically(path: str, temporary: str, data: bytes | memoryview, *, syn
     loss of power would leave an empty file in place of the old one. The name is not on the device yet (`write_back`).
     """
     view = memoryview(data)
+    with _new_file(path, temporary) as handle:
+        written = os.write(handle, view)
+        while written < len(view):
+            written += os.write(handle, view[written:])
+        if sync:
+            os.fsync(handle)
+
+
+@contextlib.contextmanager
+def _new_file(path: str, temporary: str) -> Iterator[int]:
+    """A new file, which has its name when it was written; on an error of the system it is removed. Raises StoreError."""
     try:
         handle = _create(temporary)
         try:
-            written = os.write(handle, view)
-            while written < len(view):
-                written += os.write(handle, view[written:])
-            if sync:
-                os.fsync(handle)
+            yield handle
         finally:
             os.close(handle)
         try:

@@ -110,15 +110,15 @@ def remove_dead_lock(folder: str, token: str) -> None:
 def folder_lock(folder: str, deadline: float, name: str = "lock") -> Iterator[None]:
     """Exclude other processes while the folder is opened, or, with another name of a file, while something else is done.
     Raises StoreTimeout, StoreError."""
-    try:
-        handle = os.open(f"{folder}/{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise store_error(error) from error
-    try:
-        _lock(handle, deadline)
+
+    def wait() -> bool:
+        if time_left(deadline) < _POLL_SECONDS:
+            raise StoreTimeout("another process has the lock of the folder")
+        time.sleep(_POLL_SECONDS)
+        return True
+
+    with _file_lock(f"{folder}/{name}", wait):
         yield
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -127,39 +127,31 @@ def scan_lock(folder: str, stopped: threading.Event, waiting: Callable[[], None]
 
     `waiting` is called if another process has the lock for more than a moment.
     """
+    started = time.monotonic()
+
+    def wait() -> bool:
+        if time.monotonic() - started > _MOMENT:
+            waiting()
+        return not stopped.wait(_SCAN_POLL_SECONDS)
+
+    with _file_lock(f"{folder}/scan", wait) as held:
+        yield held
+
+
+@contextlib.contextmanager
+def _file_lock(path: str, wait: Callable[[], bool]) -> Iterator[bool]:
+    """Hold the lock of a file. While another process has it, `wait` is called; when that returns False, it is given up, which
+    False says. Raises StoreError."""
     try:
-        handle = os.open(f"{folder}/scan", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise store_error(error) from error
     try:
-        yield _lock_unless(handle, stopped, waiting)
+        try:
+            while not (held := _locks(handle)) and wait():
+                pass
+        except OSError as error:
+            raise store_error(error) from error
+        yield held
     finally:
         os.close(handle)
-
-
-def _lock_unless(handle: int, stopped: threading.Event, waiting: Callable[[], None]) -> bool:
-    started = time.monotonic()
-    while not stopped.is_set():
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() - started > _MOMENT:
-                waiting()
-            stopped.wait(_SCAN_POLL_SECONDS)
-        except OSError as error:
-            raise store_error(error) from error
-        else:
-            return True
-    return False
-
-
-def _lock(handle: int, deadline: float) -> None:
-    while True:
-        try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time_left(deadline) < _POLL_SECONDS:
-                raise StoreTimeout("another process has the lock of the folder") from None
-            time.sleep(_POLL_SECONDS)
-        except OSError as error:
-            raise store_error(error) from error

@@ -1,4 +1,4 @@
-"""Deletions of a disk store that a loss of power does not undo. Imported by an erasure."""
+"""Deletions of a disk store that a loss of power does not undo."""
 
 from __future__ import annotations
 
