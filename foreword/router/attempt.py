@@ -8,7 +8,8 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 from aiohttp.connector import Connection
@@ -243,25 +244,13 @@ class WholeRequest(aiohttp.ClientRequest):
             self.update_body_from_data(self._whole)
             return await super().send(conn)
         transport = protocol.transport
-        # Nothing is awaited before it is put back.
-        protocol.transport = cast(asyncio.Transport, _WithBody(transport, self._whole))
+        # The body goes with the head, in one call of the system. Nothing is awaited before it is put back.
+        both: Any = SimpleNamespace(
+            is_closing=transport.is_closing, write=lambda head: transport.write(head + self._whole)
+        )
+        protocol.transport = both
         try:
             return await super().send(conn)
         finally:
             if protocol.transport is not None:
                 protocol.transport = transport
-
-
-class _WithBody:
-    """A transport to which one head is written: the body goes with it, in one call of the system."""
-
-    __slots__ = ("_body", "_transport")
-
-    def __init__(self, transport: asyncio.Transport, body: bytes) -> None:
-        self._transport, self._body = transport, body
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def write(self, head: bytes) -> None:
-        self._transport.write(head + self._body)

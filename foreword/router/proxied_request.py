@@ -161,7 +161,7 @@ class RoutedRequest:
                 # Later requests of a session go where it is: another replica has no use for their prompts.
                 router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
             if query.keys:
-                pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
+                router.on_placed(pool.model, self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
         if prompt.chain is not None:
             pool.known.placed(prompt.chain, query.tokens, attempt.upstream.url, clock(), by_keys=prompt.exact)
         self.decision_text = router.decisions.record(

@@ -299,8 +299,11 @@ class _ResponseProxy:
             if self.proxied.weights is not None:
                 await self.proxied.router.confirm(upstream, self.proxied.weights)
             await self._forward_events(attempt, response, awaited)
-            if stream.done and self._moved is None:
-                await _read_to_end(response)
+            if stream.done and self._moved is None and not response.content.is_eof():
+                # Read its end, so that the connection can be used again.
+                with contextlib.suppress(*CONNECTION_ERRORS):
+                    async with asyncio.timeout(_END_SECONDS):
+                        await take_all(response.content, lambda _: True)
         finally:
             upstream.awaited.discard(awaited)
             if stream.done and self._moved is None:
@@ -653,15 +656,6 @@ def _head(proxied: ProxiedRequest, given: Mapping[str, str]) -> Mapping[str, str
         headers["x-foreword-route"] = as_header(proxied.decision_text)
     headers.update(HEADERS)
     return headers
-
-
-async def _read_to_end(response: aiohttp.ClientResponse) -> None:
-    """Read the end of the response after its last event, so that the connection can be reused."""
-    if response.content.is_eof():
-        return
-    with contextlib.suppress(*CONNECTION_ERRORS):
-        async with asyncio.timeout(_END_SECONDS):
-            await take_all(response.content, lambda _: True)
 
 
 async def _with_report(response: Answer, counts: UsageCounts, explained: asyncio.Future[Miss] | None) -> Answer:

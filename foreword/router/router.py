@@ -51,6 +51,7 @@ from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
 from foreword.routing.cost_kinds import CostKinds
 from foreword.routing.event_feed import KvEventFeed
 from foreword.routing.fleet import Disaggregation, Fleet
+from foreword.routing.placement import Decision, PlacementQuery
 from foreword.tasks import background, shared
 
 if TYPE_CHECKING:
@@ -153,6 +154,8 @@ class Router:
         self.leave: Callable[[], int] = lambda: 0
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
+        # A prompt of a model was placed: the request's id, the tenant, the name of its prefix, and where it went.
+        self.on_placed: Callable[[str, str, str, str | None, PlacementQuery, Decision], None] = lambda *placed: None
         self.on_serving: list[Callable[[], None]] = []
         self.pool_type: Callable[..., ReplicaPool] = ReplicaPool
         self.render: Callable[[str], Any] = self.metrics.render
