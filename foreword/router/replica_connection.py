@@ -1,4 +1,4 @@
-"""Connections to replicas. aiohttp makes them, keeps them, and parses what comes.
+"""Requests to replicas, and connections to them, which aiohttp makes, keeps and reads.
 
 A stream of events is taken in the turn of the event loop in which it comes: a future and a task that wake up for each token, as
 aiohttp has them, are as much work as all else.
@@ -7,10 +7,17 @@ aiohttp has them, are as much work as all else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from yarl import URL
+
+# Longer bodies of requests wait until the replica reads.
+_MOST_BYTES: Final = 1 << 16
+_MOST_KNOWN: Final = 4096
 
 
 class ReplicaConnection(ResponseHandler):
@@ -91,3 +98,49 @@ async def take_all(content: aiohttp.StreamReader, take: Callable[[bytes], bool])
                 going, connection.take = connection.take is not None, None
             if not going:
                 return
+
+
+class WholeRequest(aiohttp.ClientRequest):
+    """A request to a replica. A body that is there as a whole is sent with the head: aiohttp would start a task for it.
+
+    Args:
+        known: requests of the session with such bodies, by what differs beside headers, body and time limit. aiohttp takes
+            as many steps to make one as the router takes to place it; so it makes the first, which is copied. What a session
+            fixes, as TLS, is the same in all.
+    """
+
+    def __init__(
+        self, known: dict[Any, aiohttp.ClientRequest], method: str, url: URL, *, headers: Any, data: Any, **more: Any
+    ) -> None:
+        self._whole = data if isinstance(data, bytes) and len(data) <= _MOST_BYTES and not more.get("params") else None
+        if self._whole is None:
+            super().__init__(method, url, headers=headers, data=data, **more)
+            return
+        key = method, url, more.get("auth")
+        first = known.get(key)
+        if first is None:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            first = known[key] = aiohttp.ClientRequest(method, url, **{**more, "timer": None})
+        vars(self).update(vars(first), _whole=self._whole, _timer=more["timer"], headers=first.headers.copy())
+        self.headers.update(headers)
+        self.headers["content-length"] = str(len(data))
+
+    async def send(self, conn: Connection) -> aiohttp.ClientResponse:
+        protocol = conn.protocol
+        if self._whole is None:
+            return await super().send(conn)
+        if protocol is None or protocol.transport is None or protocol.writing_paused:
+            self.update_body_from_data(self._whole)
+            return await super().send(conn)
+        transport = protocol.transport
+        # The body goes with the head, in one call of the system. Nothing is awaited before it is put back.
+        both: Any = SimpleNamespace(
+            is_closing=transport.is_closing, write=lambda head: transport.write(head + self._whole)
+        )
+        protocol.transport = both
+        try:
+            return await super().send(conn)
+        finally:
+            if protocol.transport is not None:
+                protocol.transport = transport

@@ -25,12 +25,12 @@ from foreword.api.routes import Routes
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import ConfigError, NotFound, did_you_mean
 from foreword.request_errors import NoReplica, ReplicaFailed, UnknownModel
-from foreword.router.attempt import Attempt, DecisionLog, WholeRequest
+from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
 from foreword.router.extras import Audit, Misses, Prefixes, SpeedProbes, WarmUp, extras_for, extras_of, order_for
 from foreword.router.prompts import PromptTokenizer
-from foreword.router.replica_connection import ReplicaConnection
+from foreword.router.replica_connection import ReplicaConnection, WholeRequest
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
 from foreword.router.replicas import (

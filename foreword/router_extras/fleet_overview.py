@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from foreword.router.attempt import DecisionLog, DecisionRecord, described
-from foreword.router.recent_answers import RecentAnswers
+from foreword.router.replicas import RecentAnswers
 from foreword.routing.directory import CacheTier
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import Decision, KeySpace, PlacementQuery
