@@ -22,7 +22,7 @@ _MOST_KNOWN: Final = 4096
 
 class ReplicaConnection(ResponseHandler):
     """A connection that does not take what comes between two requests for the answer to the second, and on which a body ends
-    where it cannot be parsed. aiohttp's takes an answer at any time, and leaves whoever reads such a body to its timeouts.
+    where it cannot be parsed. aiohttp's takes an answer at any time, and leaves the reader of such a body to its timeouts.
 
     Attributes:
         take: gets what comes of the present body, until it returns False; None while `take_all` does not wait.
@@ -54,7 +54,7 @@ class ReplicaConnection(ResponseHandler):
         super().set_exception(exc, *cause)
 
     def _hand_on(self, body: Any, take: Callable[[bytes], bool]) -> None:
-        """What has come together is parsed."""
+        """Give `take` all that has come in a packet."""
         waiter = body._eof_waiter
         if not body._buffer or waiter is None or waiter.done():
             return

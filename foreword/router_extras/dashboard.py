@@ -32,7 +32,7 @@ _SHOWN_PREFIXES: Final = 10
 _SHOWN_CAUSES: Final = 20
 _SHOWN_REQUESTS: Final = 8
 
-# Of each model.
+# How the prompts of each model began.
 Shared = defaultdict[str, SharedPrefixes]
 
 

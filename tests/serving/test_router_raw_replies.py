@@ -1,5 +1,5 @@
-"""What a router makes of a replica's bytes: forms of HTTP/1.1 that are right and rare, and forms that are wrong. A client gets
-the whole answer in both, from another replica where it must, and never a part of another request's."""
+"""Forms of HTTP/1.1 in which a replica may answer a router, rare ones and wrong ones. A client gets the whole answer in both,
+from another replica where it must, and never a part of another request's."""
 
 from __future__ import annotations
 

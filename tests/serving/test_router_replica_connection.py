@@ -166,7 +166,7 @@ def test_what_is_not_taken_is_kept_for_the_next() -> None:
 
 
 def test_an_error_of_the_taker_is_raised_where_it_is_awaited() -> None:
-    """It is raised as it is, whether what caused it came before or later; the connection still reads what follows."""
+    """The error is raised as it is, whether its cause came before or later; the connection still reads what follows."""
 
     async def work(connection: Connection) -> None:
         class Refused(Exception):
@@ -211,7 +211,7 @@ def test_a_stream_that_breaks_raises(how: str) -> None:
 
 
 def test_a_reading_that_is_cancelled_takes_nothing_more() -> None:
-    """What comes after that is kept."""
+    """Events that come after that are kept."""
 
     async def work(connection: Connection) -> None:
         taken: list[bytes] = []
