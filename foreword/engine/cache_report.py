@@ -165,7 +165,7 @@ class CacheReports:
         if loaded is not None and self._offload is not None:
             # Loaded KV may reach beyond the cached tokens of the prompt: into what a continued request had generated.
             end = cached if transferred is None else min(cached, transferred.start)
-            counts = self._offload.tokens_by_tier(loaded.tiers, self._cache.block_size, end - loaded.start)
+            counts = self._offload.store.tokens_by_tier(loaded.tiers, self._cache.block_size, end - loaded.start)
         if transferred is not None and cached > transferred.start:
             counts[transferred.origin] = cached - transferred.start
         return counts

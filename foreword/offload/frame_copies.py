@@ -110,13 +110,8 @@ class PlaneGroup:
             for plane in self._planes
         ]  # fmt: skip
 
-    def place(self, unit: int) -> tuple[int, int, int]:
-        """Row, unit of tokens and head unit."""
-        tokens, head = divmod(unit, self._head_units)
-        return (*divmod(tokens, self._per_row), head)
-
     def places(self, units: Sequence[int]) -> np.ndarray[Any, Any]:
-        """`place` of many units: int64 `[units, 3]`."""
+        """Rows, units of tokens and head units: int64 `[units, 3]`."""
         numbers = np.asarray(units, np.int64)
         tokens = numbers // self._head_units
         row = tokens // self._per_row

@@ -111,12 +111,6 @@ class StoreLookups:
         with self._lock:
             return LookupCounts(self._lookups.copy(), self._tokens.copy(), self._inline)
 
-    @property
-    def total(self) -> int:
-        """How many lookups were counted."""
-        with self._lock:
-            return sum(self._lookups.values()) + self._inline
-
     def refuse(self, outcome: LookupOutcome, tokens: int) -> None:
         """Count a request, and its tokens, for which nothing is looked up."""
         self._count(tokens, 0, outcome)

@@ -149,10 +149,6 @@ class OffloadManager:
         """Count loads that were not started because the blocks may not be used any more."""
         self._count(refused=loads)
 
-    def tokens_by_tier(self, places: Iterable[int], block_size: int, most: int = sys.maxsize) -> dict[str, int]:
-        """Number of tokens by the label of the tier that has them: of the first `most` tokens."""
-        return self.store.tokens_by_tier(places, block_size, most)
-
     def hand_over(self, root: bytes, parts: Iterable[GroupBlocks], tokens: int, *, patient: bool = False) -> StoreLoad:
         """Give device blocks to a load, which starts now or later, from any thread. What was computed with their former
         contents is queued on the device.
@@ -619,13 +615,6 @@ class OffloadManager:
     def queued(self) -> int:
         """Blocks that wait to be written."""
         return self._writer.queued + (0 if self._direct is None else self._direct.pending)
-
-    @property
-    def stamp(self) -> tuple[int, ...]:
-        """Differs from before if a count of blocks or loads has changed. It is quicker than `status`."""
-        writer, failed = self._writer, 0 if self._direct is None else self._direct.failed
-        dropped = self._dropped, writer.dropped, writer.dropped_promotions
-        return self.queued, writer.failed, failed, *dropped, *self._counts.values()
 
     def status(self) -> OffloadStatus:
         direct = self._direct

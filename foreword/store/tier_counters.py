@@ -90,13 +90,6 @@ class TierCounters:
         "Blocks that the tier's rules of admission refused.", "blocks", "tier_refused_blocks", by="kind"
     )
 
-    @property
-    def stamp(self) -> tuple[float, ...]:
-        """Differs from before if a counter has changed. It is quicker than to read all of them."""
-        lookups, errors = sum(self.lookups.values()), sum(self.errors.values())  # no generator: each value is a call
-        kinds = lookups, errors, sum(self.bad.values()), sum(self.refused.values())
-        return *kinds, self.skipped, self.hit_blocks, self.missed_blocks, self.read_seconds, self.write_seconds
-
 
 @dataclass(slots=True)
 class Filling:

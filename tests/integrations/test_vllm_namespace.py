@@ -56,7 +56,7 @@ def evidence(
     values = draw.standard_normal((4, 64)).astype(np.float32)
     values += noise * np.random.default_rng(seed + 1_000).standard_normal(values.shape).astype(np.float32)
     far = np.outer(np.arange(1, 7), np.ones(8)).astype(np.float32)[:rows]
-    measured = {LAYOUT: ProbeSample(values, 0.01), "rotary 0": ProbeSample(far, 0.01, open=True)}
+    measured = {LAYOUT: ProbeSample.of(values, 0.01), "rotary 0": ProbeSample.of(far, 0.01, open=True)}
     return Observations(version, (settings * 32)[:64], {"RMSNorm.eps": "1e-06", **resolved}, measured)
 
 
@@ -185,7 +185,7 @@ def test_servers_that_differ_do_not(
 def rounded(values: np.ndarray[Any, Any]) -> ProbeSample:
     """Rounds to bfloat16: eight bits, to the nearest."""
     bits = values.astype(np.float32).view(np.uint32)
-    return ProbeSample(((bits + 0x8000) & 0xFFFF0000).view(np.float32), 0.01)
+    return ProbeSample.of(((bits + 0x8000) & 0xFFFF0000).view(np.float32), 0.01)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -445,9 +445,9 @@ def test_batch_invariance_is_part_of_the_identity(tmp_path: Path, monkeypatch: p
     other = values.copy()
     other[3, 63] = np.nextafter(other[3, 63], np.float32(9))
     exact = tolerance("bfloat16")
-    assert not ProbeSample(values, exact).difference(ProbeSample(values.copy(), exact))
-    assert ProbeSample(values, exact).difference(ProbeSample(other, exact))
-    assert not ProbeSample(values, usual).difference(ProbeSample(other, usual))
+    assert not ProbeSample.of(values, exact).difference(ProbeSample.of(values.copy(), exact))
+    assert ProbeSample.of(values, exact).difference(ProbeSample.of(other, exact))
+    assert not ProbeSample.of(values, usual).difference(ProbeSample.of(other, usual))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     assert configured_attributes(vllm) == without and tolerance("bfloat16") == usual > 0
 

@@ -125,7 +125,7 @@ class ConnectorSettings:
 
     def current(self, salt: Salt) -> Salt:
         """The salt in its tenant's generation now."""
-        keys = data_keys_of(self.encryption)
+        keys = None if self.encryption.key_store is None else data_keys_of(self.encryption)
         return salt if keys is None else Salt(keys.current(salt.tenant), salt.client)
 
     def check_processes(self, separate: bool) -> None:

@@ -138,7 +138,6 @@ class StatsReader:
         self._states: dict[str, str] = {}
         self._fixed: dict[int, float] = {}
         self.due_at = 0.0
-        self._stamp: tuple[object, ...] = ()
 
     @property
     def behind(self) -> bool:
@@ -153,10 +152,6 @@ class StatsReader:
     def read(self, load_seconds: list[float]) -> ForewordStats | None:
         """`load_seconds`: of the loads that have ended since the last read. None if nothing has changed."""
         self.due_at = time.monotonic() + REPORT_SECONDS
-        stamp = self._changes()
-        if stamp == self._stamp and not load_seconds:
-            return None
-        self._stamp = stamp
         tiers, requests = self._store.tiers, self._lookups.counts()
         status = OffloadStatus(declined=self._costs.declined, too_small=self._costs.too_small)
         if self._offload is not None:
@@ -183,18 +178,6 @@ class StatsReader:
         }
         queued = {self._process.rpartition(" ")[2]: status.queued} if self._offload is not None else {}
         return ForewordStats({**data, "queued": queued})
-
-    def _changes(self) -> tuple[object, ...]:
-        """Differs from before if a count has changed. It is quick to make."""
-        offload, tiers = self._offload, self._store.tiers
-        return (
-            [(one.counters.stamp, one.state) for one in tiers],
-            self._lookups.total,
-            self._costs.declined,
-            self._costs.fixed.measured,
-            None if offload is None else offload.stamp,
-            None if self._leases is None else self._leases.counted(),
-        )
 
 
 def _amounts(counters: Any, *labels: str) -> dict[str, float]:

@@ -324,7 +324,7 @@ def _samples(
         for part, (kind, rows) in enumerate(_typed(one, payloads)):
             yield (
                 f"layout {layout.fingerprint.hex()} {part}",
-                ProbeSample(_chosen(rows), tolerance(kind), open=True),
+                ProbeSample.of(_chosen(rows), tolerance(kind), open=True),
             )
 
 
@@ -381,7 +381,7 @@ def _rotated(module: Any, longest: int, dtype: torch.dtype) -> ProbeSample:
     except _REFUSED:  # another signature; the tables say at least what it multiplies with
         rows = [one[positions].reshape(len(positions), -1).float().cpu() for one in tables]
         values = torch.cat(rows, 1).numpy() if rows else np.zeros((len(positions), 1), np.float32)
-    return ProbeSample(np.asarray(values, np.float32), tolerance(str(dtype).removeprefix("torch.")), open=True)
+    return ProbeSample.of(np.asarray(values, np.float32), tolerance(str(dtype).removeprefix("torch.")), open=True)
 
 
 def resolved_attributes(model: torch.nn.Module, vllm_config: Any) -> dict[str, str]:

@@ -90,24 +90,35 @@ def tolerance(dtype: str) -> float:
     return 0.0 if vllm_batch_invariant() else _TOLERANCE.get(dtype, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeSample:
+class ProbeSample(msgspec.Struct, frozen=True):
     """Something measured.
 
     Attributes:
-        values: float32 `[rows, count]`; a row is a layer's sample, or a position's embedding.
+        shape: `(rows, count)`; a row is a layer's sample, or a position's embedding.
         tolerance: two rows are equal if their distance is at most this share of their norm, and neither half is longer than
             rounding explains.
         open: one server may have more rows than the other, such as more positions.
+        values: float32, little-endian.
     """
 
-    values: np.ndarray[Any, np.dtype[np.float32]]
+    shape: tuple[int, int]
     tolerance: float
-    open: bool = False
+    open: bool
+    values: bytes
+
+    @classmethod
+    def of(cls, rows: np.ndarray[Any, np.dtype[np.float32]], tolerance: float, *, open: bool = False) -> ProbeSample:
+        """Make a sample of values `[rows, count]`."""
+        return cls((len(rows), rows.shape[1]), tolerance, open, np.ascontiguousarray(rows, "<f4").tobytes())
+
+    @property
+    def rows(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """float32 `[rows, count]`. Raises ValueError for values of another shape."""
+        return np.frombuffer(self.values, "<f4").reshape(self.shape).astype(np.float32)
 
     def difference(self, other: ProbeSample) -> str:
         """Why the two are not equal, "" if they are."""
-        mine, theirs = self.values, other.values
+        mine, theirs = self.rows, other.rows
         if mine.shape[1:] != theirs.shape[1:] or (len(mine) != len(theirs) and not self.open):
             return f"{mine.shape} values, {theirs.shape} in the store"
         rows = min(len(mine), len(theirs))
@@ -130,27 +141,6 @@ class ProbeSample:
             if rows and stretched[longest] > allowed[longest]:
                 return f"a half of row {longest} is {stretched[longest]:.2%} longer or shorter"
         return ""
-
-
-class SampleRecord(msgspec.Struct, frozen=True):
-    """A sample in a record. `values`: little-endian."""
-
-    shape: tuple[int, int]
-    tolerance: float
-    open: bool
-    values: bytes
-
-    @classmethod
-    def of(cls, sample: ProbeSample) -> SampleRecord:
-        rows, count = sample.values.shape
-        values = np.ascontiguousarray(sample.values, "<f4").tobytes()
-        return cls((rows, count), sample.tolerance, sample.open, values)
-
-    @property
-    def sample(self) -> ProbeSample:
-        """Raises ValueError for values of another shape."""
-        values = np.frombuffer(self.values, "<f4").reshape(self.shape).astype(np.float32)
-        return ProbeSample(values, self.tolerance, self.open)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +196,11 @@ class Observations:
         """A digest of exactly what was measured."""
         digest = sha256()
         for name in sorted(self.measured):
-            digest.update(name.encode() + b"\x00" + self.measured[name].values.tobytes())
+            digest.update(name.encode() + b"\x00" + self.measured[name].values)
         return digest.digest()
 
     def record(self, namespace: bytes) -> NamespaceRecord:
-        measured = {name: SampleRecord.of(one) for name, one in self.measured.items()}
-        facts = namespace.hex(), self.version, self.settings, dict(self.resolved), measured
+        facts = namespace.hex(), self.version, self.settings, dict(self.resolved), dict(self.measured)
         return NamespaceRecord(*facts, time.time(), layouts=dict(self.layouts))
 
 
@@ -223,7 +212,7 @@ class NamespaceRecord(msgspec.Struct, frozen=True):
     vllm: str
     settings: str
     resolved: dict[str, str]
-    measured: dict[str, SampleRecord]
+    measured: dict[str, ProbeSample]
     started: float
     format: Literal[1] = 1
     layouts: dict[str, str] = {}
@@ -231,12 +220,11 @@ class NamespaceRecord(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         bytes.fromhex(self.namespace)
         for one in self.measured.values():
-            _ = one.sample
+            _ = one.rows
 
     @property
     def evidence(self) -> Observations:
-        measured = {name: one.sample for name, one in self.measured.items()}
-        return Observations(self.vllm, self.settings, self.resolved, measured, self.layouts)
+        return Observations(self.vllm, self.settings, self.resolved, self.measured, self.layouts)
 
 
 def layout_words(layouts: Iterable[Layout]) -> dict[str, str]:

@@ -4,7 +4,7 @@ instances (`peer://`) and in the workers' memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from foreword.blocks.layout import Layout
@@ -72,9 +72,6 @@ class StoreLookup:
         """Read rates of the tiers, each that of the rank which reads it the most slowly: a load ends with its last part."""
         by_tier = zip(*self._rates.values(), strict=False)
         return [min((rate for rate in rates if rate), default=0.0) for rates in by_tier]
-
-    def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
-        return self.store.tokens_by_tier(places, block_size)
 
     def close(self) -> None:
         self.lookups.close()

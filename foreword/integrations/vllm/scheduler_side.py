@@ -283,7 +283,7 @@ class ForewordConnectorScheduler:
         largest = max(parts, key=lambda part: len(part.places))
         size = self._info.groups[largest.group].block_size
         stored = [place for place in largest.places if place < self._producers_tier]
-        counts = self._stores.tokens_by_tier(stored, size)
+        counts = self._stores.store.tokens_by_tier(stored, size)
         if len(stored) < len(largest.places):
             counts[PRODUCERS_LABEL] = (len(largest.places) - len(stored)) * size
         label = max(counts, key=lambda label: counts[label])

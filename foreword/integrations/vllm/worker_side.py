@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -184,7 +184,7 @@ class ForewordConnectorWorker:
                 b"" if announced and not any(parse(url).persistent for url in self._settings.store.urls) else found
             )
             if announced and not self._rank:
-                with self._persistent() as store:
+                with persistent_tiers(self._settings) as store:
                     announce(store, info.base, info.settings, info.model, engine_of(info.config))
             # Threads that are started on this thread inherit its cores.
             with ThreadPoolExecutor(1, "foreword-open", use_background_cores) as pool:
@@ -234,12 +234,9 @@ class ForewordConnectorWorker:
         """The namespace of a server that could not measure: no other process's, unless its operator trusts its settings."""
         info = self._info
         namespace, engine = (info.trusted(), "") if info.trusts else (os.urandom(32), engine_of(info.config))
-        with self._persistent() as store:
+        with persistent_tiers(self._settings) as store:
             note_unmeasured(store, info.base, info.settings, namespace, engine)
         return namespace
-
-    def _persistent(self) -> AbstractContextManager[TieredStore]:
-        return persistent_tiers(self._settings)
 
     def _chosen(self, vllm_worker: Any, measured: Mapping[str, ProbeSample], behind: Collection[str]) -> bytes:
         """The namespace that the records in the stores give to what was measured. `behind`: see `ProbeOutcome`."""
@@ -251,7 +248,7 @@ class ForewordConnectorWorker:
         versions = f"vLLM {vllm.__version__} with Transformers {transformers.__version__}"
         layouts = [one for rank in range(info.ranks) for units in info.units(rank) for one in units.layouts]
         seen = Observations(versions, info.settings, resolved, {**measured, **rotary}, layout_words(layouts))
-        with self._persistent() as store:
+        with persistent_tiers(self._settings) as store:
             return choose(store, info.base, seen, layouts)
 
     def _open(self, started: float) -> None:
@@ -539,7 +536,7 @@ class ForewordConnectorWorker:
             return
         if metadata.ended:
             self.drop_late(metadata.ended)
-        if self._staging is not None:
+        if self._staging is not None and self._staging.queues is not None:
             follow_stream(self._staging.device)
         if self._leases is not None:
             for revoked in metadata.revoked:

@@ -260,7 +260,10 @@ class DiskStore(Store):
         where it cannot be asked."""
         lengths = [MISSING] * len(names)
         places = self._places(names, deadline) if self._pieces else {}
-        self._read_alone([i for i, name in enumerate(names) if name not in places], names, buffers, lengths, deadline)
+        for i, name in enumerate(names):
+            late = time.monotonic() >= deadline
+            if name not in places and (late or is_name(name)):
+                lengths[i] = FAILED if late else self._files.read(name, buffers[i])
         if not self._pieces and MISSING in lengths:
             places = self._places([name for name, one in zip(names, lengths, strict=True) if one == MISSING], deadline)
         inside = [(i, *places[name]) for i, name in enumerate(names) if lengths[i] == MISSING and name in places]
@@ -279,20 +282,6 @@ class DiskStore(Store):
             time_left(deadline)
             raise StoreUnavailable(f"no block in {self.path} can be read")
         return lengths
-
-    def _read_alone(
-        self,
-        chosen: Sequence[int],
-        names: Sequence[Name],
-        buffers: Sequence[memoryview],
-        lengths: list[int],
-        deadline: float,
-    ) -> None:
-        """Read blocks that have files of their own."""
-        for i in chosen:
-            late = time.monotonic() >= deadline
-            if is_name(names[i]) or late:
-                lengths[i] = FAILED if late else self._files.read(names[i], buffers[i])
 
     def _places(self, names: Sequence[Name], deadline: float) -> dict[Name, tuple[BlockPlace, int]]:
         """Places and sizes of blocks in pieces."""
