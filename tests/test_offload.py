@@ -21,11 +21,13 @@ import whole_loads
 import xxhash
 from example_counts import represented
 from lazy_queues import LazyQueues
+from processes import in_child
 
 import foreword.offload.manager
 import foreword.offload.writer
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
+from foreword.blocks.salt import TENANT_BYTES
 from foreword.conformance import FlakyStore, make_frames, names_of, put_all, read, soon, whole
 from foreword.engine.external_kv import EngineStores
 from foreword.offload.device import Stream
@@ -36,6 +38,7 @@ from foreword.offload.slot_reads import read_into
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
 from foreword.offload.writer import WriteBatch, WriteBehind
+from foreword.prefixes.erasure import erase_prefixes
 from foreword.store import background
 from foreword.store.background import PagePopulator
 from foreword.store.base import Loan, Name, Store
@@ -431,6 +434,32 @@ def test_a_large_read_that_hangs_takes_few_slots(slots: int, longer: int, taken:
         assert read is not None and len(read.reserved.slots) == taken
         read.end(lambda *_: False)
         assert put_all(fast, others) == slots - taken
+        slow.release()
+
+
+def test_a_forked_child_reads_into_a_faster_tier() -> None:
+    """A child that is forked while a read of its parent into a faster tier is late reads into that tier: the late read's
+    thread, which would end it, does not exist there."""
+    frames = make_frames(16, 4, 1000)
+    fast, slow = MemoryStore(1 << 20, longest=FRAME), FlakyStore(MemoryStore(1 << 20))
+    put_all(slow, frames)
+    with contextlib.closing(TieredStore([fast, slow])) as store:
+        slow.stick()
+        late = read_into(store, 1, names_of(frames), [1000] * 4, deadline=soon(0.1), before=())
+        assert late is not None and store.tiers[0].filling.late == 1
+        late.end(lambda *_: False)
+
+        def child() -> None:
+            other = MemoryStore(1 << 20)
+            put_all(other, frames)
+            slow.inner = other
+            slow.release()
+            read = read_into(store, 1, names_of(frames), [1000] * 4, deadline=soon(), before=())
+            assert read is not None and all(read.frames)
+            read.end(lambda headers, publish: bool(publish()))
+            assert (store.tiers[0].filling.late, store.tiers[0].filling.bytes) == (0, 0)
+
+        assert in_child(child) == 0
         slow.release()
 
 
@@ -851,11 +880,41 @@ def test_blocks_that_nothing_continues() -> None:
     for chain in range(3):
         device.save(chain, 4 * chain, 4)
     assert device.offload.flush(PATIENCE)
-    device.offload.retire(lambda: device.names(0, 4), drop=False)
-    device.offload.retire(lambda: device.names(1, 4), drop=True)
+    device.offload.retire(device.keys(0, 4), lambda: device.names(0, 4), drop=False)
+    device.offload.retire(device.keys(1, 4), lambda: device.names(1, 4), drop=True)
     device.offload.later(lambda: None).result(PATIENCE)
     assert store.dropped == device.names(0, 4)
     assert [store.lookup(device.names(chain, 4), deadline=soon()) for chain in range(3)] == [4, 0, 4]
+    device.offload.close()
+
+
+@pytest.mark.parametrize("erased", [False, True])
+def test_blocks_that_are_saved_while_their_deletion_waits(erased: bool) -> None:
+    """A deletion, and what drops deferred blocks, leaves those that were computed and saved again while it waited for its turn,
+    unless it is asked for once more after that. An erasure removes them, whenever it comes."""
+    device, go_on = Device(store := Deferring(MemoryStore(1 << 20))), threading.Event()
+    for chain in range(3):
+        device.save(chain, 4 * chain, 4)
+    assert device.offload.flush(PATIENCE)
+    device.offload.later(lambda: go_on.wait(PATIENCE))
+    asked = [device.keys(chain, 4) for chain in range(3)]
+    kept = device.offload.delete(asked[0], lambda: device.names(0, 4))
+    device.offload.retire(asked[1], lambda: device.names(1, 4), drop=False)
+    device.offload.retire(asked[2], lambda: device.names(2, 4), drop=True)
+    for chain in range(3):
+        device.save(chain, 4 * chain, 3)
+    again = device.offload.delete(asked[2], lambda: device.names(2, 4))
+    if erased:
+        assert device.offload.flush_writes(PATIENCE)
+        with device.offload.erasing([ROOT[:TENANT_BYTES]], PATIENCE):
+            assert erase_prefixes(store, [ROOT[:TENANT_BYTES]], "all").complete
+    go_on.set()
+    assert (kept.result(PATIENCE), again.result(PATIENCE)) == ({"memory": 1 - erased}, {"memory": 0})
+    assert store.dropped == device.names(1, 4)[3:]
+    there = [store.lookup(device.names(chain, 4), deadline=soon()) for chain in range(3)]
+    assert there == ([0, 0, 0] if erased else [3, 4, 0])
+    # Nothing is remembered of what is done.
+    assert device.offload.delete(asked[0], lambda: device.names(0, 4)).result(PATIENCE) == {"memory": 3 * (not erased)}
     device.offload.close()
 
 

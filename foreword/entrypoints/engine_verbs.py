@@ -153,7 +153,7 @@ class EngineVerbs:
         offload, pins = self._parts.offload, self._parts.pins
         if offload is None or pins is None or not keys:
             return None
-        return offload.delete(partial(pins.unneeded, tenant_digest(tenant), alone.root, keys))
+        return offload.delete(keys, partial(pins.unneeded, tenant_digest(tenant), alone.root, keys))
 
     def common_prefixes(self, texts: Sequence[array[int]], salt: Salt, limit: int) -> list[CommonPrefix]:
         """The prefixes that texts of a tenant have in common, the largest saving first. Takes a while."""

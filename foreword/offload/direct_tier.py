@@ -178,6 +178,19 @@ class _LentBlocks:
             self.end()
 
 
+@dataclass(slots=True, eq=False)
+class LentSlots:
+    """Slots of a tier, which are lent until all of them were written further: the pool of the write queue for these."""
+
+    end: Callable[[], None]
+
+    def take(self, count: int) -> list[int] | None:
+        return None
+
+    def give(self, slots: Iterable[int]) -> None:
+        self.end()
+
+
 class DirectTier(DirectCopies):
     """Saves into and loads from the first tier without a copy by the host.
 
@@ -460,7 +473,7 @@ class DirectTier(DirectCopies):
             frames = [Frame(header, data) for header, data in pairs if len(data) == HEADER_BYTES + header.length]
             if frames:
                 most = len(loan.memory) // loan.stride // 2
-                self._writer.add_lent(frames, stack.pop_all().close, save.others, save.read, most)
+                self._writer.add_lent(frames, LentSlots(stack.pop_all().close), save.others, save.read, most)
 
     @property
     def pending(self) -> int:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foreword.blocks.keys import named_root
-from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
+from foreword.blocks.layout import BlockUnits, Layout, key_of, whole_blocks
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
 from foreword.offload.counters import OffloadStatus
@@ -133,6 +133,7 @@ class OffloadManager:
         self._memory_loaders = ThreadPoolExecutor(_MEMORY_LOADERS, "foreword-load-memory", use_background_cores)
         self._control = ThreadPoolExecutor(1, "foreword-control", use_background_cores)
         self._tasks: list[Future[Any]] = []
+        self._unsaved: dict[bytes, object] = {}  # keys of blocks that are to be deleted, unless they are saved before
         self._changed = threading.Condition()  # of what loading threads count and change; nothing else is done under it
         self.changes = 0
         self._dropped = 0
@@ -456,6 +457,10 @@ class OffloadManager:
         `prompt` is the length of the request's prompt. With `again`, the request has not computed the blocks but found them:
         they are written to tiers that have refused them before (`store/tier_admission.py`).
         """
+        if self._unsaved:
+            with self._changed:
+                for key in keys:
+                    self._unsaved.pop(key, None)
         if not self.store.writable or (
             again and not self.store.takes_again(self.units[group].names(root, keys[-1:])[-1])
         ):
@@ -545,26 +550,47 @@ class OffloadManager:
 
     # Deletion, records, status
 
-    def delete(self, names: Callable[[], Sequence[Name]]) -> Future[dict[str, int]]:
-        """Delete blocks that are not needed, from every tier, after what is queued was written. `names` is called when it is
-        done. Returns how many were there, by the label of the tier. A tier that fails keeps them until it evicts them."""
+    def delete(self, keys: Sequence[bytes], names: Callable[[], Sequence[Name]]) -> Future[dict[str, int]]:
+        """Delete blocks that are not needed, from every tier, after what is queued was written. `names`, which have these keys,
+        are asked for when it is done. A block that is saved again before stays. Returns how many were there, by the label of
+        the tier. A tier that fails keeps them until it evicts them."""
 
         def work() -> dict[str, int]:
             self.flush_writes(WRITE_TIMEOUT)
             counts, wanted, deadline = {}, names(), time.monotonic() + WRITE_TIMEOUT
             for tier in (self.store.tiers[index] for index in self.store.writable):
                 with contextlib.suppress(StoreError):
-                    counts[tier.label] = tier.delete(wanted, deadline)
+                    counts[tier.label] = tier.delete(self._still_unsaved(wanted), deadline)
             return counts
 
-        return self.later(work)
+        return self._unless_saved(keys, work)
 
-    def retire(self, names: Callable[[], Sequence[Name]], *, drop: bool) -> None:
+    def retire(self, keys: Sequence[bytes], names: Callable[[], Sequence[Name]], *, drop: bool) -> None:
         """Nothing continues these blocks: tiers that hold them back do not write them. With `drop` delete them."""
         if drop:
-            self.delete(names)
+            self.delete(keys, names)
         elif self.store.defers:
-            self.later(lambda: self.store.drop_deferred(names()))
+            self._unless_saved(keys, lambda: self.store.drop_deferred(self._still_unsaved(names())))
+
+    def _unless_saved(self, keys: Sequence[bytes], work: Callable[[], Done]) -> Future[Done]:
+        """Do something later to the blocks of these keys that are `_still_unsaved` then."""
+        mine = object()
+        with self._changed:
+            self._unsaved.update(dict.fromkeys(keys, mine))
+
+        def done() -> Done:
+            try:
+                return work()
+            finally:
+                with self._changed:
+                    for key in keys:
+                        if self._unsaved.get(key) is mine:  # nothing else waits to delete it
+                            del self._unsaved[key]
+
+        return self.later(done)
+
+    def _still_unsaved(self, names: Iterable[Name]) -> list[Name]:
+        return [name for name in names if key_of(name) in self._unsaved]
 
     def describe(self, model: str, fingerprint: bytes, groups: Sequence[KVGroup], key_size: int = 0) -> Future[None]:
         """Write the records of the layouts, for tools. `model`: its name; `groups`: the KV groups; `key_size`: tokens per block

@@ -70,19 +70,6 @@ class SlotPool(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class LentSlots:
-    """Slots of a tier, which are lent until all of them were written further."""
-
-    end: Callable[[], None]
-
-    def take(self, count: int) -> list[int] | None:
-        return None
-
-    def give(self, slots: Iterable[int]) -> None:
-        self.end()
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class BlockRead:
     """A load, or a save, that may bring blocks from one tier into another (`WriteBehind.began`): what does that refers to it,
@@ -204,13 +191,11 @@ class WriteBehind:
         self._quiet = now + _PROMOTION_PAUSE
         self._queue(batch, load)
 
-    def add_lent(
-        self, frames: list[Frame], end: Callable[[], None], tiers: Iterable[int], save: BlockRead, most: int
-    ) -> None:
+    def add_lent(self, frames: list[Frame], pool: SlotPool, tiers: Iterable[int], save: BlockRead, most: int) -> None:
         """Queue frames that lie in a tier for further ones, unless they were erased since their save began, or
-        more than `most` would wait: a slow tier gets the starts of chains then. `end` ends the loan."""
+        more than `most` would wait: a slow tier gets the starts of chains then. `pool` ends the loan."""
         headers = [frame.header for frame in frames]
-        batch = WriteBatch(headers, [*range(len(frames))], LentSlots(end), set(tiers), sealed=True, lent=frames)
+        batch = WriteBatch(headers, [*range(len(frames))], pool, set(tiers), sealed=True, lent=frames)
         with self._changed:
             held = sum(len(one.slots) for one in self._batches if one.lent is not None)
             if held + len(frames) > most:

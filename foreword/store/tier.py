@@ -28,7 +28,7 @@ from foreword.store.base import (
     copy_error,
 )
 from foreword.store.frame import FOREIGN_REASONS, Frame, Header, UnreadBlock, check
-from foreword.store.tier_counters import Filling, LookupOutcome, Rate, TierState
+from foreword.store.tier_counters import LookupOutcome, Rate, TierState
 from foreword.store.tier_rules import BlockUse
 from foreword.store.tier_threads import StoreGuard, TierCall
 
@@ -71,7 +71,6 @@ class StoreTier(StoreGuard):
         self.writable, self.suspended = writable, False
         self.read_rate = Rate(clock)
         self.selective = self.defers = False
-        self.filling = Filling()
         self.faster: Sequence[StoreTier] = ()
         self.listener: Callable[[bool, Sequence[Name]], None] | None = None
         self._status = StoreStatus()

@@ -21,7 +21,7 @@ from typing import Final, Generic, TypeVar
 from foreword.errors import StoreError, StoreHung, StoreUnavailable
 from foreword.store.background import background_thread, renew_in_child
 from foreword.store.base import Name, Store
-from foreword.store.tier_counters import TierCounters
+from foreword.store.tier_counters import Filling, TierCounters
 
 log = logging.getLogger("foreword.store")
 
@@ -196,6 +196,7 @@ class TierThreads:
         self._queued = 0
         self._threads = 0
         self._returned_at = 0.0  # when a call last returned that was not abandoned
+        self.filling = Filling()
 
     @property
     def hung(self) -> bool:
@@ -302,6 +303,11 @@ class StoreGuard:
     def lock(self) -> threading.Lock:
         """Guards what the guard, and the tier that has it, counts and decides. Nothing waits under it."""
         return self._threads.lock
+
+    @property
+    def filling(self) -> Filling:
+        """The reads of this process into slots of the tier."""
+        return self._threads.filling
 
     def attempt(self, call: Callable[[], Result], default: Result, deadline: float | None = None) -> Result:
         """Return the result of `ask`, or `default` if it fails."""

@@ -39,6 +39,9 @@ QUICK += [f"router.{name}_timeout=60" for name in ("health", "connect", "tokeniz
 QUICK += ["router.tokenize_patience=60"]
 
 
+ANY_PORT = ("--picker", "127.0.0.1:0")
+
+
 class RunningRouter:
     """A router and its log, however it runs."""
 
@@ -60,6 +63,14 @@ class RunningRouter:
         found = re.search(r"routes on (http://\S+:\d+)", self.text)
         assert found is not None, self.text
         return found[1]
+
+    @property
+    def picker_port(self) -> int:
+        """The port that the system has given to its picker (`ANY_PORT`); one that is looked for before may be taken then."""
+        until(lambda: "picks endpoints on" in self.text or self.ended(), 120)
+        found = re.search(r"picks endpoints on \S+:(\d+)", self.text)
+        assert found is not None, self.text
+        return int(found[1])
 
     def wait_for(self: R, replicas: int) -> R:
         """Wait until this many replicas take requests."""

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from envoy_gateway import free_port
 from hostile_replica import HostileReplica
-from router_parts import Loop, RouterThread
+from router_parts import ANY_PORT, Loop, RouterThread
 from shared_server import until
 
 pytest.importorskip("grpc")
@@ -42,9 +41,9 @@ class Fronts:
     def __init__(self) -> None:
         import grpc
 
-        port = free_port()
-        self.router = RouterThread("--replica", HostileReplica(Loop()).url, "--picker", f"127.0.0.1:{port}")
+        self.router = RouterThread("--replica", HostileReplica(Loop()).url, *ANY_PORT)
         self.router.wait_for(1)
+        port = self.router.picker_port
         self.client = httpx.Client(base_url=self.router.url, timeout=60)
         self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
 

@@ -158,11 +158,11 @@ def test_receipts_at_any_worker() -> None:
     router = RouterProcess("--replica", eraser.url, "--workers", "2").wait_for(2)
     try:
         until(lambda: router.metric("foreword:router_workers", state="answering") == 2)
-        receipt = httpx.delete(f"{router.url}/v1/cache").raise_for_status().json()
+        receipt = http_client.delete(f"{router.url}/v1/cache").raise_for_status().json()
 
         def both_have_answered() -> bool:
             # Each request has a connection of its own, which either worker may take.
-            assert httpx.get(f"{router.url}/v1/cache/erasures/{receipt['id']}").json() == receipt
+            assert http_client.get(f"{router.url}/v1/cache/erasures/{receipt['id']}").json() == receipt
             return len(set(re.findall(r"worker \d: GET /v1/cache/erasures", router.text))) == 2
 
         until(both_have_answered)

@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import http_client
 import httpx
 import pytest
 import torch
@@ -134,7 +135,9 @@ def test_a_healthy_server(tmp_path: Path, arguments: tuple[str, ...]) -> None:
         assert names[:4] == ["server", "computed", "device", "salt"] and names[-1] == "template"
         assert names[4:-1] == (["written", "loaded"] if "--store" in arguments else ["stores"])
         cached = [
-            line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith("foreword:blocks_cached{")
+            line
+            for line in http_client.get(f"{url}/metrics").text.splitlines()
+            if line.startswith("foreword:blocks_cached{")
         ]
         assert [float(line.split()[-1]) for line in cached] == [0.0]
 
@@ -472,10 +475,10 @@ def test_a_healthy_router(two: list[str], arguments: tuple[str, ...]) -> None:
 def test_replicas_out_of_service(two: list[str]) -> None:
     """A replica that does not answer, one that was drained, and a router without any."""
     with routing(1, *given([two[0], f"http://{NOWHERE}"])) as url:
-        until(lambda: "cannot connect" in httpx.get(f"{url}/v1/router/replicas").text)
+        until(lambda: "cannot connect" in http_client.get(f"{url}/v1/router/replicas").text)
         broken(explain(url), "replicas", f"http://{NOWHERE} takes no requests")
     with routing(2, *given(two)) as url:
-        httpx.post(f"{url}/v1/router/drain", json={"replica": two[1]}).raise_for_status()
+        http_client.post(f"{url}/v1/router/drain", json={"replica": two[1]}).raise_for_status()
         broken(explain(url), "replicas", "`POST /v1/router/undrain`")
     with routing(0, *given([f"http://{NOWHERE}"])) as url:
         broken(explain(url), "server", "`--replica`")
@@ -509,7 +512,7 @@ def test_keys_of_a_router(two: list[str]) -> None:
         broken(explain(url), "server", "wants an API key")
         sound(explain(url, "--api-key", KEY))
     with routing(0, *given(two[:1]), *keys) as url:
-        until(lambda: "does not separate tenants" in httpx.get(f"{url}/ready").text)
+        until(lambda: "does not separate tenants" in http_client.get(f"{url}/ready").text)
         broken(explain(url, "--api-key", KEY), "server", "it does not separate tenants")
 
 
@@ -521,7 +524,7 @@ def test_a_server_that_only_reads(tmp_path: Path) -> None:
     secret.write_text(KEY)
     secret.chmod(0o600)
     with serving("--role", "prefill", "--transfer-bind", "127.0.0.1:0", "--transfer-secret", KEY) as peer:
-        address = httpx.get(f"{peer}/v1/instance").json()["transfer"]
+        address = http_client.get(f"{peer}/v1/instance").json()["transfer"]
         for store in (f"disk://{tmp_path}/kv?read_only=1", f"peer://{address}?secret_file={secret}"):
             with serving("--store", store) as url:
                 said = explain(url)
@@ -648,8 +651,8 @@ def test_another_master_key(tmp_path: Path) -> None:
             f"{tmp_path}/masters",
         )
         with serving("--store", f"disk://{tmp_path}/kv?size=64MiB", *keys) as url:
-            httpx.post(f"{url}/v1/completions", json=request).raise_for_status()
-            until(lambda: "tier_written_blocks_total" in httpx.get(f"{url}/metrics").text)
+            http_client.post(f"{url}/v1/completions", json=request).raise_for_status()
+            until(lambda: "tier_written_blocks_total" in http_client.get(f"{url}/metrics").text)
             said = explain(url)
             sound(said)
             notes = [link["setting"] for link in said.links if link["name"] == "earlier"]

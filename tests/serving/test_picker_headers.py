@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from envoy_gateway import free_port
 from hostile_replica import HostileReplica
-from router_parts import Loop, RouterThread
+from router_parts import ANY_PORT, Loop, RouterThread
 
 from foreword.configuration import Config
 from foreword.errors import ConfigError
@@ -29,6 +28,7 @@ class Picked:
     """An answer of the picker: the headers that it sets and removes, and the fields of the body for the replica."""
 
     def __init__(self, answer: Any, sent: bytes) -> None:
+        assert answer.HasField("request_body"), answer
         common = answer.request_body.response
         set_headers = common.header_mutation.set_headers
         self.set = {one.header.key: one.header.raw_value.decode() for one in set_headers}
@@ -42,11 +42,11 @@ def picking(*flags: str, replicas: int = 1, hosts: Sequence[str] = ("127.0.0.1",
     turn."""
     from foreword.router_extras.gateway import envoy_messages as envoy
 
-    port, loop = free_port(), Loop()
+    loop = Loop()
     urls = [HostileReplica(loop).url.replace("127.0.0.1", hosts[number % len(hosts)]) for number in range(replicas)]
     named = [part for url in urls for part in ("--replica", url)]
-    router = RouterThread(*named, "--picker", f"127.0.0.1:{port}", *flags)
-    channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+    router = RouterThread(*named, *ANY_PORT, *flags)
+    channel = grpc.insecure_channel(f"127.0.0.1:{router.picker_port}", options=[("grpc.use_local_subchannel_pool", 1)])
     process = channel.stream_stream(
         METHOD,
         request_serializer=envoy.ProcessingRequest.SerializeToString,

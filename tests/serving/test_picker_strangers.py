@@ -11,9 +11,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from envoy_gateway import free_port
 from hostile_replica import HostileReplica
-from router_parts import Loop, RouterThread
+from router_parts import ANY_PORT, Loop, RouterThread
 from stranger_messages import call_head, grpc_call, h2_frame
 
 grpc = pytest.importorskip("grpc")
@@ -23,11 +22,10 @@ METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    port, replica = free_port(), HostileReplica(Loop())
-    router = RouterThread("--replica", replica.url, "--picker", f"127.0.0.1:{port}")
+    router = RouterThread("--replica", HostileReplica(Loop()).url, *ANY_PORT)
     try:
         router.wait_for(1)
-        yield port
+        yield router.picker_port
     finally:
         router.kill()
 

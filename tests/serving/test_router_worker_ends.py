@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import http_client
 import httpx
 import pytest
 from aiohttp import web
@@ -72,10 +73,12 @@ def test_an_open_erasure_whose_worker_ends() -> None:
     with routed(able, unable) as router:
 
         def receipts() -> list[tuple[int, object]]:
-            found = [httpx.get(f"{router.url}/v1/cache/erasures/{receipt['id']}", headers=ALICE) for _ in range(12)]
+            found = [
+                http_client.get(f"{router.url}/v1/cache/erasures/{receipt['id']}", headers=ALICE) for _ in range(12)
+            ]
             return [(one.status_code, one.json()) for one in found]
 
-        answer = httpx.delete(f"{router.url}/v1/cache", headers=ALICE)
+        answer = http_client.delete(f"{router.url}/v1/cache", headers=ALICE)
         receipt = answer.json()
         assert answer.status_code == 207 and receipt["unreachable"] == {unable.url: "HTTP 500"}
         until(lambda: re.search(r"worker \d: DELETE /v1/cache", router.text) is not None)
@@ -88,7 +91,7 @@ def test_an_open_erasure_whose_worker_ends() -> None:
         until(lambda: len(set(re.findall(r"worker \d: GET /v1/cache/erasures", router.text))) == 2 or not receipts())
         assert receipts() == [(207, receipt)] * 12
         unable.able = True
-        assert httpx.delete(f"{router.url}/v1/cache", headers=ALICE).status_code == 200
+        assert http_client.delete(f"{router.url}/v1/cache", headers=ALICE).status_code == 200
 
 
 @pytest.mark.slow
@@ -112,7 +115,7 @@ def test_what_a_hung_worker_has_not_done() -> None:
         finally:
             os.kill(hung, signal.SIGCONT)
         path = f"{router.url}/v1/cache/erasures/{receipt['id']}"
-        until(lambda: httpx.get(path, headers=ALICE).status_code == 200)
+        until(lambda: http_client.get(path, headers=ALICE).status_code == 200)
         until(lambda: f"worker 1: replica {eraser.url} drained" in router.text)
         assert eraser.asked == 1
 

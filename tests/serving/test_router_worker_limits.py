@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+import http_client
 import httpx
 import pytest
 from router_parts import Loop, RouterProcess
@@ -144,7 +145,9 @@ def test_tokens_are_those_of_all(loop: Loop) -> None:
     """A tenant that has used up its tokens gets 429 from every worker, also from one that has served nothing of it."""
     with routed([RememberingReplica(loop)], *ALICE, "--quota", "alice tokens=60") as router:
         assert ask(router, HELLO, "a").status_code == 200  # 101 tokens
-        settled = httpx.post(f"{router.url}/v1/responses", json={"model": "m"}, headers={"authorization": "Bearer a"})
+        settled = http_client.post(
+            f"{router.url}/v1/responses", json={"model": "m"}, headers={"authorization": "Bearer a"}
+        )
         assert settled.status_code == 429
         while refusing(router) < 2:
             assert ask(router, HELLO, "a").status_code == 429

@@ -484,7 +484,7 @@ class ForewordConnectorWorker:
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
             named = [name for group, root, key in metadata.deletes for name in block_names(layouts[group], root, [key])]
-            self.offload.delete(lambda: named)
+            self.offload.delete([key for _, _, key in metadata.deletes], lambda: named)
         if metadata.retired:
             retire(self.offload, self._info, metadata.retired)
         if self._leases is not None:

@@ -88,7 +88,7 @@ class InstalledControl(ControlExtra):
     def retire(self, offload: OffloadManager, info: KVCacheInfo, retired: Sequence[RetiredBlocks]) -> None:
         for one in retired:
             pins = StorePins(offload.store, info.model.hex(), info.stored_groups())
-            offload.retire(partial(pins.unneeded, one.tenant, one.root, one.keys), drop=one.drop)
+            offload.retire(one.keys, partial(pins.unneeded, one.tenant, one.root, one.keys), drop=one.drop)
 
 
 CONTROL: Final = InstalledControl()

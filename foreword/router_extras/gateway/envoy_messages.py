@@ -6,9 +6,13 @@ it imports; decoders skip all others. The classes are made from this table when 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from google.protobuf import descriptor_pb2, descriptor_pool, duration_pb2, message_factory, struct_pb2
+from google.protobuf.message import DecodeError
+
+from foreword.router_extras.gateway.grpc_server import ClientFault
 
 _PACKAGE: Final = "foreword.gateway"
 _SCALARS: Final = {"bool": 8, "string": 9, "bytes": 12, "enum": 5}
@@ -78,6 +82,18 @@ BUFFERED: Final = 2
 FULL_DUPLEX_STREAMED: Final = 4
 # HeaderValueOption.HeaderAppendAction
 _OVERWRITE_OR_ADD: Final = 2
+
+
+def decoder_of(kind: Any) -> Callable[[bytes], Any]:
+    """A function that decodes messages of this kind. It raises ClientFault."""
+
+    def decode(data: bytes) -> Any:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            raise ClientFault(f"this is no {kind.DESCRIPTOR.name}") from None
+
+    return decode
 
 
 def headers_of(message: Any) -> dict[str, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -28,9 +28,9 @@ from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replicas import clock, is_refusal
 from foreword.router.router import Router
 from foreword.router_extras.gateway import envoy_messages as envoy
+from foreword.router_extras.gateway.grpc_server import UNAVAILABLE, ClientFault, GrpcCall, GrpcError
 from foreword.router_extras.gateway.picker import (
     DESTINATION,
-    FAULTS_OF_CLIENTS,
     PICK,
     PICK_SECONDS,
     ROUTE,
@@ -230,17 +230,19 @@ class ExternalProcessor:
 
     def unexpected(self, call: Call, error: Exception) -> Answer | None:
         """The answer where something raised that no code expects; None if it was the client's fault."""
-        return None if type(error).__name__ in FAULTS_OF_CLIENTS else self.front.unexpected(call, error)
+        return None if isinstance(error, ClientFault) else self.front.unexpected(call, error)
 
-    async def process(self, requests: AsyncIterator[Any], context: Any) -> None:
-        """The method `ExternalProcessor.Process`. `context` is that of `grpc.aio`."""
-        first = await anext(aiter(requests), None)
+    async def process(self, call: GrpcCall) -> None:
+        """The method `ExternalProcessor.Process`. Raises GrpcError."""
+        if not self.knows_replicas():
+            raise GrpcError(UNAVAILABLE, "no replica has answered yet")
+        first = await anext(call, None)
         if first is None or not first.HasField("request_headers"):
             return
         if first.observability_mode:
-            await self._observe(first, requests)
+            await self._observe(first, call)
             return
-        exchange = _GatewayExchange(self, requests, first, context.write)
+        exchange = _GatewayExchange(self, call, first)
         try:
             await exchange.run()
         finally:
@@ -269,13 +271,11 @@ class _GatewayExchange:
     def __init__(
         self,
         shared: ExternalProcessor,
-        requests: AsyncIterator[Any],
+        gateway: GrpcCall,
         first: Any,
-        write: Callable[[Any], Awaitable[None]],
     ) -> None:
         self._shared = shared
-        self._requests = requests
-        self._write = write
+        self._gateway = gateway
         self._first = first
         self.headers: Mapping[str, str] = envoy.headers_of(first.request_headers)
         self.method = self.headers.get(":method", "GET")
@@ -298,7 +298,7 @@ class _GatewayExchange:
         """The body never comes with the head."""
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body. Raises BadRequest if it does not come to its end."""
+        """The body. Raises BadRequest if it does not come to its end, _AnsweredEarly if the gateway has not waited for it."""
         if self._first.request_headers.end_of_stream:
             return
         if not self._duplex and not self._buffered:
@@ -306,14 +306,19 @@ class _GatewayExchange:
         if self._buffered:
             # The headers wait in the gateway until the body was answered.
             await self._write(envoy.ProcessingResponse(request_headers={}))
-        async for message in self._requests:
+        async for message in self._gateway:
             if message.HasField("request_trailers"):
                 self._trailers = True
                 return
+            if not message.HasField("request_body"):
+                raise _AnsweredEarly(message)
             yield message.request_body.body
             if message.request_body.end_of_stream:
                 return
         raise BadRequest("The body did not arrive to its end")
+
+    async def _write(self, message: Any) -> None:
+        await self._gateway.write(message.SerializeToString())
 
     def watch(self) -> None:
         """The stream ends if the client leaves, and with it the call."""
@@ -326,6 +331,10 @@ class _GatewayExchange:
         accounting, call, front = self._accounting, self._call, self._shared.front
         try:
             await self._request()
+        except _AnsweredEarly as early:
+            accounting.end_with(_status(early.message))
+            if (response := self._response_answer(early.message)) is not None:
+                await self._write(response)
         except ForewordError as error:
             answer = front.refusal(call, error)
             accounting.end_with(answer.status, error)
@@ -337,9 +346,10 @@ class _GatewayExchange:
             accounting.end_with(unknown.status, error)
             await self._write(self._immediate(unknown))
             return
-        if self._pick is None:
-            return
-        async for message in self._requests:
+        else:
+            if self._pick is None:
+                return
+        async for message in self._gateway:
             self._observe(accounting, message)
             response = self._response_answer(message)
             if response is not None:
@@ -468,8 +478,8 @@ class _GatewayExchange:
         """The answer to a message about the response: the client gets the reason of the decision, and all bytes."""
         answer = envoy.ProcessingResponse()
         if message.HasField("response_headers"):
-            assert self._pick is not None
-            envoy.mutate(answer.response_headers.response.header_mutation, {ROUTE: self._pick.headers.get(ROUTE)})
+            route = self._pick.headers.get(ROUTE) if self._pick is not None else None
+            envoy.mutate(answer.response_headers.response.header_mutation, {ROUTE: route})
             return answer
         bodies = {"response_body": self._duplex_response, "request_body": self._duplex}
         kind = next(filter(message.HasField, (*bodies, "response_trailers", "request_trailers")), None)
@@ -491,15 +501,26 @@ class _GatewayExchange:
         return message
 
 
+class _AnsweredEarly(Exception):
+    """The gateway has answered the request itself, or given it up, before its body had come."""
+
+    def __init__(self, message: Any) -> None:
+        super().__init__()
+        self.message = message
+
+
+def _status(message: Any) -> int:
+    """The status of a response, by a message about its headers; that of an unknown one is an error."""
+    status = envoy.headers_of(message.response_headers).get(":status", "")
+    return int(status) if len(status) == 3 and status.isascii() and status.isdigit() else 502
+
+
 def _observed(accounting: Accounting, message: Any) -> bool:
     """Take a message about a response. True at its end."""
     if message.HasField("response_headers"):
         headers = envoy.headers_of(message.response_headers)
-        status = headers.get(":status", "")
         served = envoy.metadata_of(message, *_SERVED)
-        accounting.response(
-            int(status) if status.isdigit() else 502, headers, served if isinstance(served, str) else ""
-        )
+        accounting.response(_status(message), headers, served if isinstance(served, str) else "")
         ended = message.response_headers.end_of_stream
     elif message.HasField("response_body"):
         accounting.data(message.response_body.body)

@@ -89,8 +89,6 @@ RANK: Final = "x-data-parallel-host-port"
 _OF_SIDECARS: Final = ("x-encoder-hosts-ports", "x-kv-cache-source-host-port")
 _OWN_HEADERS: Final = (DESTINATION, PREFILL, PICK, ROUTE, RANK, SALT_HEADER, *_OF_SIDECARS, *HEADERS)
 _MODELS: Final = "/v1/models"
-# Errors of gRPC's library that a client causes: what it sent, or did not wait for.
-FAULTS_OF_CLIENTS: Final = ("ExecuteBatchError", "DecodeError", "UnicodeDecodeError")
 # Paths that any replica answers.
 _ANYWHERE: Final = frozenset(
     ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
-import gc
 import logging
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from foreword.api.errors import MAX_BODY_BYTES
 from foreword.certificate_files import certificate_files
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.router import Router
 from foreword.router_extras.gateway.gateway_headers import GatewaySettings
-from foreword.router_extras.gateway.picker import FAULTS_OF_CLIENTS, Picker
+from foreword.router_extras.gateway.grpc_server import NOT_FOUND, GrpcCall, GrpcError, GrpcServer
+from foreword.router_extras.gateway.picker import Picker
 
 logger = logging.getLogger(__name__)
 
@@ -28,23 +26,6 @@ _HEALTH: Final = "grpc.health.v1.Health"
 _SERVING: Final = 1
 _NOT_SERVING: Final = 2
 _FLUSH_SECONDS: Final = 2.0
-_STREAMS: Final = 8192  # open at a time; a request has one or two
-_GIVE_BACK_SECONDS: Final = 5.0
-_OPTIONS: Final = (
-    # A body in one message, and its envelope.
-    ("grpc.max_receive_message_length", MAX_BODY_BYTES + (1 << 20)),
-    ("grpc.max_send_message_length", MAX_BODY_BYTES + (1 << 20)),
-    ("grpc.max_metadata_size", 64 << 10),
-    ("grpc.so_reuseport", 0),
-    # Calls per connection, also those that were cancelled and are not taken yet. A gateway opens one connection more.
-    ("grpc.max_concurrent_streams", 100),
-    # A gateway that disappeared without a word: its streams end, and with them their requests' load.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    # A gateway may ping as often as it likes. gRPC would close the connection, and with it all streams, at the third ping
-    # between which it sent nothing: while servers compute long prompts.
-    ("grpc.http2.max_ping_strikes", 0),
-)
 
 
 @asynccontextmanager
@@ -53,42 +34,31 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
     config = router.config
     assert config.picker is not None
     try:
-        import grpc
-
         from foreword.router_extras.gateway import envoy_messages as envoy
         from foreword.router_extras.gateway.external_processor import ExternalProcessor
     except ImportError as error:
         raise ConfigError("--picker needs more packages: pip install 'foreword[gateway]'") from error
 
-    async def check(request: Any, context: Any) -> Any:
-        if request.service not in ("", "liveness", "readiness", _PROCESSOR):
-            await context.abort(grpc.StatusCode.NOT_FOUND, "there is no such service")
-        serving = request.service == "liveness" or router.ready() is None
-        return envoy.HealthCheckResponse(status=_SERVING if serving else _NOT_SERVING)
+    async def check(call: GrpcCall) -> None:
+        async for asked in call:
+            if asked.service not in ("", "liveness", "readiness", _PROCESSOR):
+                raise GrpcError(NOT_FOUND, "there is no such service")
+            serving = asked.service == "liveness" or router.ready() is None
+            answer = envoy.HealthCheckResponse(status=_SERVING if serving else _NOT_SERVING)
+            await call.write(answer.SerializeToString())
+            return
 
-    # It writes a line for each stream at level DEBUG, and a traceback for what a client sent or did not wait for.
-    library = logging.getLogger("grpc._cython.cygrpc")
-    library.setLevel(logging.INFO)
-    library.addFilter(_is_own_fault)
     picker = Picker(router)
     processor = ExternalProcessor(picker)
-
-    async def process(requests: Any, context: Any) -> None:
-        if not processor.knows_replicas():
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "no replica has answered yet")
-        await processor.process(requests, context)
-
-    process_handler = grpc.stream_stream_rpc_method_handler(
-        process, envoy.ProcessingRequest.FromString, envoy.ProcessingResponse.SerializeToString
+    server = GrpcServer(
+        {
+            f"/{_PROCESSOR}/Process": (envoy.decoder_of(envoy.ProcessingRequest), processor.process),
+            f"/{_HEALTH}/Check": (envoy.decoder_of(envoy.HealthCheckRequest), check),
+        }
     )
-    health = grpc.unary_unary_rpc_method_handler(
-        check, envoy.HealthCheckRequest.FromString, envoy.HealthCheckResponse.SerializeToString
-    )
-    server = _make_server(grpc)
-    server.add_registered_method_handlers(_PROCESSOR, {"Process": process_handler})
-    server.add_registered_method_handlers(_HEALTH, {"Check": health})
-    port = _bind(grpc, server, config)
-    await server.start()
+    listener = _listen(config.picker)
+    certificate = config.picker_tls_certificate_file
+    await server.start(listener, renewed_context(certificate) if certificate is not None else None)
 
     async def leave() -> None:
         # The gateway learns it at once (GOAWAY) and opens its next streams elsewhere; those that are open go to their end.
@@ -96,36 +66,14 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
         await server.stop(limits.drain_seconds)
 
     router.background(leave())
-    background = [
-        router.background(work) for work in (_give_back(), *picker.settings.watches(router.metrics.watch_failed))
-    ]
-    logger.info("picks endpoints on %s:%d", config.picker.rpartition(":")[0], port)
+    background = [router.background(work) for work in picker.settings.watches(router.metrics.watch_failed)]
+    logger.info("picks endpoints on %s:%d", config.picker.rpartition(":")[0], listener.getsockname()[1])
     try:
         yield
     finally:
         for task in background:
             task.cancel()
-        library.removeFilter(_is_own_fault)
         await server.stop(_FLUSH_SECONDS)
-
-
-def _is_own_fault(record: logging.LogRecord) -> bool:
-    error = record.exc_info and record.exc_info[0]
-    if not error or error.__name__ not in FAULTS_OF_CLIENTS:
-        return True
-    logger.debug("a client of the picker: %s", record.getMessage())
-    return False
-
-
-async def _give_back() -> None:
-    """Return memory of ended calls to the system. The library's calls are in reference cycles, with all that their clients sent
-    outside Python's heap; and the C library keeps what the library's threads free."""
-    with suppress(AttributeError):  # another C library
-        trim = ctypes.CDLL(None).malloc_trim
-        while True:
-            await asyncio.sleep(_GIVE_BACK_SECONDS)
-            gc.collect(1)
-            await asyncio.to_thread(trim, 0)
 
 
 def check_config(config: RouterConfig) -> None:
@@ -136,59 +84,65 @@ def check_config(config: RouterConfig) -> None:
     if not host or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(f"--picker is written HOST:PORT, such as 0.0.0.0:9002, not {config.picker!r}")
     if config.picker_tls_certificate_file is not None:
-        _pair(config.picker_tls_certificate_file)
+        _context(config.picker_tls_certificate_file)
 
 
-def _pair(place: str) -> tuple[bytes, bytes]:
-    """Key and certificate. Raises ConfigError."""
-    try:
-        certificate, key = certificate_files(place)
-        # An encrypted key is an error; without a password OpenSSL would ask for it at the terminal.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
-        return Path(key).read_bytes(), Path(certificate).read_bytes()
-    except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot use --picker-tls-certificate-file {place}: certificate and key: {said}") from error
+def renewed_context(place: str) -> ssl.SSLContext:
+    """A context whose connections have the certificate that is in the files now: it is renewed while the picker runs. Raises
+    ConfigError."""
+    files = _read(place)
+    current = _context(place)
 
-
-def _credentials(grpc: Any, place: str) -> Any:
-    """The files are read again for each connection: certificates are renewed while the picker runs."""
-
-    def configuration() -> Any:
-        return grpc.ssl_server_certificate_configuration([_pair(place)])
-
-    def renewed() -> Any:
+    def renew(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        nonlocal files, current
         try:
-            return configuration()
+            if (found := _read(place)) != files:
+                files, current = found, _context(place)
         except ConfigError as error:
             logger.warning("the picker's certificate is unchanged: %s", error)
-            return None
+        connection.context = current
 
-    return grpc.dynamic_ssl_server_credentials(configuration(), renewed)
+    listening = _context(place)
+    listening.sni_callback = renew
+    return listening
 
 
-def _make_server(grpc: Any) -> Any:
+def _read(place: str) -> list[bytes]:
+    """The certificate's files. Raises ConfigError."""
     try:
-        from foreword.router_extras.gateway.grpc_server import RegisteredServer
-
-        return RegisteredServer(_OPTIONS, _STREAMS)
-    except (ImportError, AttributeError, TypeError):
-        logger.warning(
-            "gRPC %s: a call whose method has no valid name would end the picker; let only the gateway reach its port",
-            grpc.__version__,
-        )
-        return grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_STREAMS)
+        return [Path(one).read_bytes() for one in certificate_files(place)]
+    except OSError as error:
+        raise _unusable(place, error) from error
 
 
-def _bind(grpc: Any, server: Any, config: RouterConfig) -> int:
+def _context(place: str) -> ssl.SSLContext:
+    """Raises ConfigError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["h2"])
     try:
-        if config.picker_tls_certificate_file is None:
-            port: int = server.add_insecure_port(config.picker)
-        else:
-            credentials = _credentials(grpc, config.picker_tls_certificate_file)
-            port = server.add_secure_port(config.picker, credentials)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"cannot serve the endpoint picker on {config.picker}: {error}") from error
-    if not port:
-        raise ConfigError(f"cannot listen on {config.picker} (--picker)")
-    return port
+        # An encrypted key is an error; without a password OpenSSL would ask for it at the terminal.
+        context.load_cert_chain(*certificate_files(place), password="")
+    except (OSError, ValueError) as error:
+        raise _unusable(place, error) from error
+    return context
+
+
+def _unusable(place: str, error: OSError | ValueError) -> ConfigError:
+    said = getattr(error, "strerror", None) or error
+    return ConfigError(f"cannot use --picker-tls-certificate-file {place}: certificate and key: {said}")
+
+
+def _listen(where: str) -> socket.socket:
+    """A listening socket; for all addresses of IPv4, also those of IPv6 where there are some. Raises ConfigError."""
+    host, _, number = where.rpartition(":")
+    host, port = host.removeprefix("[").removesuffix("]"), int(number)
+    try:
+        if host in ("0.0.0.0", "::") and socket.has_dualstack_ipv6():
+            with suppress(OSError):
+                return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address[:2], family=family)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"cannot listen on {where} (--picker): {getattr(error, 'strerror', None) or error}"
+        ) from error

@@ -135,7 +135,7 @@ def scan_lock(folder: str, stopped: threading.Event, waiting: Callable[[], None]
         return not stopped.wait(_SCAN_POLL_SECONDS)
 
     with _file_lock(f"{folder}/scan", wait) as held:
-        yield held
+        yield held and not stopped.is_set()
 
 
 @contextlib.contextmanager

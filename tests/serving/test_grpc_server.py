@@ -1,0 +1,378 @@
+"""The endpoint picker's gRPC server, by gRPC's own client and by frames of HTTP/2."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from router_parts import Loop
+from shared_server import until
+from stranger_messages import call_head, h2_frame
+
+from foreword.router_extras.gateway import grpc_server
+from foreword.router_extras.gateway.grpc_server import GrpcCall, GrpcServer
+from foreword.router_extras.gateway.header_blocks import HeaderDecoder, HeaderFault
+
+grpc = pytest.importorskip("grpc")
+
+ECHO, MANY = b"/test/Echo", b"/test/Many"
+DATA, HEADERS, RESET, SETTINGS, PING, AWAY, WINDOW, MORE = 0, 1, 3, 4, 6, 7, 8, 9
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + h2_frame(SETTINGS, 0, 0, b"")
+HEAD = call_head(ECHO)
+
+
+class Served:
+    """A server of two methods: Echo answers each message with itself, Many never ends to answer."""
+
+    def __init__(self) -> None:
+        self.loop = Loop()
+        self.cancelled = self.answers = 0
+        self.server = GrpcServer({ECHO.decode(): (bytes, self._echo), MANY.decode(): (bytes, self._many)})
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = listener.getsockname()[1]
+        self.loop.call(lambda: self.server.start(listener, None))
+
+    async def _echo(self, call: GrpcCall) -> None:
+        try:
+            async for message in call:
+                await call.write(message)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def _many(self, call: GrpcCall) -> None:
+        while True:
+            await call.write(bytes(100_000))
+            self.answers += 1
+
+    def echo(self, *messages: bytes) -> list[bytes]:
+        """The answers that gRPC's client gets for these."""
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        with grpc.insecure_channel(f"127.0.0.1:{self.port}", options=options) as channel:
+            return list(channel.stream_stream(ECHO.decode())(iter(messages), timeout=60, wait_for_ready=True))
+
+    def close(self) -> None:
+        self.loop.call(lambda: self.server.stop(0))
+        self.loop.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    one = Served()
+    yield one
+    one.close()
+
+
+class Raw:
+    """A client that sends frames. `data`: what it has read."""
+
+    def __init__(self, port: int, *frames: bytes) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), 60)
+        self._data = b""
+        self.send(PREFACE, *frames)
+
+    def send(self, *frames: bytes) -> None:
+        self._socket.sendall(b"".join(frames))
+
+    def frames(self) -> Iterator[tuple[int, int, int, bytes]]:
+        """Kind, flags, stream and data of the next frames, until the connection ends."""
+        while True:
+            while len(self._data) < 9 or len(self._data) < 9 + int.from_bytes(self._data[:3]):
+                try:
+                    more = self._socket.recv(1 << 16)
+                except ConnectionResetError:
+                    return
+                if not more:
+                    return
+                self._data += more
+            end = 9 + int.from_bytes(self._data[:3])
+            kind, flags, stream = struct.unpack_from(">BBI", self._data, 3)
+            data, self._data = self._data[9:end], self._data[end:]
+            yield kind, flags, stream, data
+
+    def next(self, wanted: int) -> tuple[int, int, bytes]:
+        """Flags, stream and data of the next frame of this kind."""
+        return next((flags, stream, data) for kind, flags, stream, data in self.frames() if kind == wanted)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def message(data: bytes) -> bytes:
+    return struct.pack(">BI", 0, len(data)) + data
+
+
+# Header blocks
+
+# All bytes in order, in the Huffman code of HTTP/2 by another implementation.
+ALL_BYTES = base64.b85decode(
+    "|HuFRkN^MT|Ns6!|NrFw|NdY9|K|Vy{(t}f=>Pxf|NsB<|Nr`b|NpE1|Nr0r|Lgz%{?Gsa?f?J&@Bjbr|Ns9F|Nrs-|Nk%l|Np=L|Ih#b{XhTz"
+    "*Z=?hzyJT=|Ns6!|NrOz|Ng)K|LsrX`Twu{tMUH7ukYvm{Vclx2$^ZO9eMkofBzu=zw`f4-MxPX99Z&Y&7Ve{TJ~+-zlR=Qod19K|NKAs|Kwl)"
+    "M;Rn6vrcZEXr`mr+QcT_{yh5k|NH)b`~Tnn|NQ^{Z~yea|DXT*KmXJJ|5N|{U;q0*|LcGM+W-Hz|NnFU{_p?&@BjY4|NH;{{h$B+zyIt1|KR`s"
+    "?*IS8|No2s{~!PUPyg<J|FQr7m;e2r|NP(o`Tzg>|Nq+m{_p?v|NpoD{^$SxkN^EY|K9)q)&KtQ|NGzn{vZF}|Nnpg|6l+9&;Rg$|A+tn5C8Fh"
+    "|Ly<(hyVX~|Nj5~>i_?X|NcM!`9J^ofB(z>|2O~tAOHV@|Nr6t{=fg@|NlS#|1bagKmYxo|Nj^N|HuFT@_+yR@Bjb5|Nrv;|M>s^`+xtJ|M>s^"
+    "{%`;P!T<mGfB*h}|Nq7R|K<PwPyh1&|NS5T|4;w_{{R2}KmY&9|Nr@a|Fi%9&;R>>|IPpZPyhM<|Iz>d&;S0f|N8&`{onuo|Ns9_|NmeA|EvH1"
+    "r~m)g|Nr^F|NhVa|F{4D^Z)<;kN^ME|Nr{G|NmeA|Nnpg{?Gsa+yDRjzyJS#|Nrp+|NFl"
+)
+
+
+def block(*parts: str) -> bytes:
+    return bytes.fromhex("".join(parts))
+
+
+def test_header_blocks_of_the_standard() -> None:
+    """Three requests of RFC 7541 (C.4) after each other, whose later ones name headers of those before; and every byte."""
+    decoder, start = HeaderDecoder(), [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")]
+    host = (b":authority", b"www.example.com")
+    assert decoder.decode(block("828684418cf1e3c2e5f23a6ba0ab90f4ff")) == [*start, host]
+    assert decoder.decode(block("828684be5886a8eb10649cbf")) == [*start, host, (b"cache-control", b"no-cache")]
+    third = decoder.decode(block("828785bf408825a849e95ba97d7f8925a849e95bb8e8b4bf"))
+    assert third[2:] == [(b":path", b"/index.html"), host, (b"custom-key", b"custom-value")]
+    length = len(ALL_BYTES) - 127
+    text = bytes([0xFF, length & 127 | 128, length >> 7]) + ALL_BYTES
+    assert decoder.decode(b"\0\x01x" + text) == [(b"x", bytes(range(256)))]
+
+
+def test_a_table_that_is_full() -> None:
+    """The oldest headers leave the table, all of them for one that is larger than it, and for a table of no size."""
+    decoder = HeaderDecoder()
+    for number in range(50):
+        decoder.decode(b"\x40\x02" + b"%02d" % number + b"\x7f\x01" + bytes(128))
+    assert decoder.decode(b"\xbe\xbf")[0][0] == b"49"
+    kept = 4096 // (2 + 128 + 32)
+    assert decoder.decode(bytes([0x80 | 61 + kept]))[0][0] == b"%02d" % (50 - kept)
+    for emptied in (b"\x40\x01x\x7f\x81\x27" + bytes(5120), b"\x20"):
+        decoder.decode(emptied)
+        with pytest.raises(HeaderFault):
+            decoder.decode(b"\xbe")
+
+
+HOSTILE = {
+    "number 0": b"\x80",
+    "unknown number": b"\xff\x10",
+    "endless number": b"\xff" + b"\xff" * 20,
+    "number without an end": b"\xff",
+    "text without an end": b"\0\x05ab",
+    "no value": b"\0\x01a",
+    "large table": b"\x3f\xe2\x1f",
+    "late size": b"\x82\x20",
+    "end of text within text": b"\0\x84" + b"\xff" * 4 + b"\x01a",
+    "long padding": b"\0\x82\x1f\xff\x01a",
+    "padding of zeros": b"\0\x81\x00\x01a",
+    "large by numbers": b"\x40\x01x\x7f\xd1\x1e" + bytes(4048) + b"\xbe" * 20,
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
+def test_header_blocks_that_are_none(data: bytes) -> None:
+    """A block that is malformed, or that says more than its limit with few bytes, raises one error, and no other."""
+    with pytest.raises(HeaderFault):
+        HeaderDecoder().decode(data)
+
+
+# Calls
+
+
+def test_messages_of_all_sizes_are_echoed(served: Served) -> None:
+    """Messages that are empty, fill frames and windows, or are far larger, go both ways as they are, in order."""
+    sizes = (0, 1, 16_379, 16_384, 65_535, (1 << 20) - 5, 1 << 20, 9_000_000, 3)
+    messages = [bytes([number]) * size for number, size in enumerate(sizes)]
+    assert served.echo(*messages) == messages
+    until(lambda: served.server.open == 0)
+    assert served.server.held == 0
+
+
+def test_a_message_in_frames_of_one_byte(served: Served) -> None:
+    """However a message and the head of its call are cut into frames, also with padding, it is answered once."""
+    raw = Raw(served.port, h2_frame(HEADERS, 8, 1, b"\x03" + HEAD[:20] + bytes(3)), h2_frame(MORE, 4, 1, HEAD[20:]))
+    for byte in message(b"in pieces"):
+        raw.send(h2_frame(DATA, 8, 1, bytes([2, byte, 0, 0])))
+    assert raw.next(DATA)[2] == message(b"in pieces")
+    raw.send(h2_frame(DATA, 1, 1, b""))
+    flags, stream, data = raw.next(HEADERS)
+    assert (flags, stream) == (5, 1) and data.endswith(b"grpc-status\x010")
+    raw.close()
+
+
+def test_an_answer_keeps_to_the_windows(served: Served) -> None:
+    """No byte is sent beyond the window of the stream, the one of the connection, and one that settings make smaller; what a
+    window leaves out follows when it grows."""
+    raw = Raw(served.port, h2_frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 10)))
+    raw.send(h2_frame(HEADERS, 4, 1, HEAD), h2_frame(DATA, 0, 1, message(bytes(100))))
+    assert len(raw.next(DATA)[2]) == 10
+    raw.send(h2_frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 4)), h2_frame(WINDOW, 0, 1, (16).to_bytes(4)))
+    assert len(raw.next(DATA)[2]) == 10
+    raw.send(h2_frame(WINDOW, 0, 1, (1 << 20).to_bytes(4)))
+    assert len(raw.next(DATA)[2]) == 85
+    more = message(bytes(70_000))
+    raw.send(*(h2_frame(DATA, 0, 1, more[at : at + 10_000]) for at in range(0, len(more), 10_000)))
+    got = 105
+    while got < 65_535:
+        got += len(raw.next(DATA)[2])
+    assert got == 65_535
+    raw.send(h2_frame(PING, 0, 0, b"12345678"))
+    assert next(kind for kind, *_ in raw.frames()) == PING
+    raw.send(h2_frame(WINDOW, 0, 0, (1 << 20).to_bytes(4)))
+    while got < 70_110:
+        got += len(raw.next(DATA)[2])
+    assert got == 70_110
+    raw.close()
+
+
+def test_a_client_that_does_not_read(served: Served) -> None:
+    """Answers stop when the system takes no more, whatever windows a client has given, and go on when it reads."""
+    grows = [h2_frame(WINDOW, 0, stream, ((1 << 31) - 1 - 65_535).to_bytes(4)) for stream in (0, 1)]
+    raw = Raw(served.port, h2_frame(HEADERS, 4, 1, call_head(MANY)), *grows)
+    until(lambda: any(one.is_full for one in list(served.server.connections)))
+    at_most = served.answers + 1
+    assert served.echo(b"another") == [b"another"] and served.answers <= at_most
+    for _ in itertools.takewhile(lambda _: served.answers <= at_most, raw.frames()):
+        pass
+    raw.close()
+    until(lambda: not served.server.open)
+
+
+@pytest.mark.parametrize("how", ["cancels", "leaves"])
+def test_a_call_ends_with_its_client(served: Served, how: str) -> None:
+    """The handler is cancelled when its client cancels the call, and when the connection ends; nothing of it is held."""
+    raw = Raw(served.port, h2_frame(HEADERS, 4, 1, HEAD), h2_frame(DATA, 0, 1, message(bytes(100))[:50]))
+    until(lambda: served.server.held == 50)
+    if how == "cancels":
+        raw.send(h2_frame(RESET, 0, 1, bytes(4)))
+    else:
+        raw.close()
+    until(lambda: served.cancelled == 1 and not served.server.open)
+    assert served.server.held == 0
+
+
+def test_a_message_that_is_not_read_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call ends with RESOURCE_EXHAUSTED where more bytes of messages are held than may be, and others are answered."""
+    monkeypatch.setattr(grpc_server, "_HELD_BYTES", 50_000)
+    raw = Raw(served.port, h2_frame(HEADERS, 4, 1, HEAD))
+    raw.send(*(h2_frame(DATA, 0, 1, message(bytes(1 << 20))[at : at + 10_000]) for at in range(0, 60_000, 10_000)))
+    assert b"grpc-status\x018" in raw.next(HEADERS)[2]
+    assert served.server.held == 0 and served.echo(b"another") == [b"another"]
+    raw.close()
+
+
+WRONG_CALLS = {
+    "a method that there is not": ([h2_frame(HEADERS, 4, 1, call_head(b"/x\xb6/y"))], b"12"),
+    "compressed": ([h2_frame(DATA, 0, 1, b"\x01" + bytes(4))], b"12"),
+    "too large": ([h2_frame(DATA, 0, 1, b"\0\xff\xff\xff\xff")], b"8"),
+    "without an end": ([h2_frame(DATA, 1, 1, b"\0\0\0\0\x05abc")], b"13"),
+}
+
+
+@pytest.mark.parametrize(("frames", "status"), WRONG_CALLS.values(), ids=WRONG_CALLS.keys())
+def test_a_call_that_is_wrong_ends_alone(served: Served, frames: list[bytes], status: bytes) -> None:
+    """Its client gets the status, and another call on its connection is answered."""
+    begin = [] if frames[0][3] == HEADERS else [h2_frame(HEADERS, 4, 1, HEAD)]
+    raw = Raw(served.port, *begin, *frames)
+    assert b"grpc-status" + bytes([len(status)]) + status in raw.next(HEADERS)[2]
+    raw.send(h2_frame(HEADERS, 4, 3, HEAD), h2_frame(DATA, 1, 3, message(b"fine")))
+    assert raw.next(DATA)[1:] == (3, message(b"fine"))
+    raw.close()
+
+
+def test_more_calls_than_a_connection_may_have(served: Served) -> None:
+    """Calls above the limit are refused, which says that nothing of them was done; when one has ended, the next is taken."""
+    raw = Raw(served.port, *(h2_frame(HEADERS, 4, 2 * number + 1, HEAD) for number in range(101)))
+    assert raw.next(RESET)[1:] == (201, (7).to_bytes(4))
+    raw.send(h2_frame(DATA, 1, 1, b""))
+    assert raw.next(HEADERS)[:2] == (5, 1)
+    raw.send(h2_frame(HEADERS, 4, 203, HEAD), h2_frame(DATA, 1, 203, message(b"fine")))
+    assert raw.next(DATA)[1:] == (203, message(b"fine"))
+    raw.close()
+
+
+PROTOCOL, FLOW, SIZE, TABLE, TOO_MUCH = 1, 3, 6, 9, 11
+OPENED = h2_frame(HEADERS, 4, 1, HEAD)
+FAULTS = {
+    "a frame that is too large": ([h2_frame(DATA, 0, 1, b"", length=1 << 20)], SIZE),
+    "headers of an even stream": ([h2_frame(HEADERS, 4, 2, HEAD)], PROTOCOL),
+    "data of no stream": ([h2_frame(DATA, 0, 5, b"x")], PROTOCOL),
+    "a reset of no stream": ([h2_frame(RESET, 0, 5, bytes(4))], PROTOCOL),
+    "a block that is interrupted": ([h2_frame(HEADERS, 0, 1, HEAD), h2_frame(PING, 0, 0, bytes(8))], PROTOCOL),
+    "a block that has not begun": ([h2_frame(MORE, 4, 1, HEAD)], PROTOCOL),
+    "a block that is none": ([h2_frame(HEADERS, 4, 1, b"\x80")], TABLE),
+    "a block without an end": ([h2_frame(HEADERS, 0, 1, b""), *[h2_frame(MORE, 0, 1, b"")] * 40], TOO_MUCH),
+    "large headers": ([h2_frame(HEADERS, 0, 1, HEAD), *[h2_frame(MORE, 0, 1, bytes(16_000))] * 5], TOO_MUCH),
+    "more padding than bytes": ([OPENED, h2_frame(DATA, 8, 1, b"\x05abc")], PROTOCOL),
+    "a window that does not grow": ([h2_frame(WINDOW, 0, 0, bytes(4))], PROTOCOL),
+    "a window that is too large": ([h2_frame(WINDOW, 0, 0, b"\x7f\xff\xff\xff")], FLOW),
+    "settings of a wrong length": ([h2_frame(SETTINGS, 0, 0, bytes(5))], SIZE),
+    "a window of settings that is too large": ([h2_frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 31))], FLOW),
+    "a ping of a wrong length": ([h2_frame(PING, 0, 0, bytes(7))], SIZE),
+    "more than the window": ([OPENED, *[h2_frame(DATA, 0, 1, b"\0\0\xff\xff\xff" + bytes(16_000))] * 1200], FLOW),
+    "a push": ([h2_frame(5, 4, 1, HEAD)], PROTOCOL),
+}
+
+
+@pytest.mark.parametrize(("frames", "code"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_connection_that_is_wrong_ends_alone(served: Served, frames: list[bytes], code: int) -> None:
+    """A connection that breaks the rules of HTTP/2 ends with the error that these name; other clients are answered."""
+    raw = Raw(served.port)
+    with suppress(OSError):  # the connection may end before all was sent
+        raw.send(*frames)
+    codes = [int.from_bytes(data[4:8]) for kind, *_, data in raw.frames() if kind == AWAY]
+    # What was sent and not read takes the reason with it.
+    assert codes == [code] or (not codes and len(frames) > 100)
+    raw.close()
+    assert served.echo(b"another") == [b"another"]
+    until(lambda: not served.server.open)
+
+
+def test_what_is_no_http2(served: Served) -> None:
+    """A client of another protocol is told so and its connection ends."""
+    with socket.create_connection(("127.0.0.1", served.port), 60) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        data = b""
+        while more := stranger.recv(1 << 16):
+            data += more
+    assert h2_frame(AWAY, 0, 0, bytes(7) + b"\x01") in data
+
+
+def test_a_client_that_is_gone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of which nothing is heard is asked, and if it does not answer its calls end."""
+    monkeypatch.setattr(grpc_server, "_QUIET_SECONDS", 0.02)
+    monkeypatch.setattr(grpc_server, "_ANSWER_SECONDS", 0.02)
+    gone = Raw(served.port, OPENED)
+    assert [kind for kind, *_ in gone.frames()][-1] == PING
+    until(lambda: served.cancelled == 1)
+    gone.close()
+
+
+def test_a_client_that_waits(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that answers when it is asked keeps its calls, however long it says nothing else."""
+    monkeypatch.setattr(grpc_server, "_QUIET_SECONDS", 0.02)
+    monkeypatch.setattr(grpc_server, "_ANSWER_SECONDS", 60.0)
+    living = Raw(served.port, OPENED)
+    living.next(PING)
+    living.send(h2_frame(PING, 1, 0, bytes(8)))
+    living.send(h2_frame(DATA, 1, 1, message(b"still here")))
+    assert living.next(DATA)[2] == message(b"still here")
+    living.close()
+
+
+def test_a_server_that_stops(served: Served) -> None:
+    """Its clients are told to open no more calls; one that runs goes to its end, and then the connection ends. No connection
+    is taken meanwhile."""
+    raw = Raw(served.port, OPENED)
+    until(lambda: served.server.open == 1)
+    stopping = asyncio.run_coroutine_threadsafe(served.server.stop(60), served.loop.loop)
+    assert raw.next(AWAY)[2] == b"\x7f\xff\xff\xff" + bytes(4)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", served.port), 60)
+    raw.send(h2_frame(DATA, 1, 1, message(b"the last")))
+    assert raw.next(DATA)[2] == message(b"the last")
+    raw.next(PING)
+    raw.send(h2_frame(PING, 1, 0, bytes(8)))
+    assert raw.next(AWAY)[2] == (1).to_bytes(4) + bytes(4)
+    stopping.result(60)
+    raw.close()
