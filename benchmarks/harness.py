@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians, a description of the machine, tables, and the files of figures."""
+"""The parts that benchmarks share: medians, a description of the machine, tables, and the files of figures."""
 
 import json
 import os

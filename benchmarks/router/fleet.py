@@ -145,7 +145,7 @@ def _until_all(made: Process, count: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: `body` has either `prompt` (completions) or `messages` (chat)."""
+    """A request: `body` has either `prompt` (completions) or `messages` (chat)."""
 
     body: dict[str, Any]
     session: str = ""
@@ -201,7 +201,7 @@ class Answer:
         return max((late - early for early, late in zip(self.events, self.events[1:], strict=False)), default=0.0)
 
     def wrong(self) -> str:
-        """What a complete stream would not have; empty for one that is complete."""
+        """The fault of a stream that is not complete; empty for one that is complete."""
         if self.error:
             return self.error
         if self.done != 1 or len(self.finishes) != 1:
