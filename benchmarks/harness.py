@@ -57,6 +57,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(_line(line, widths) for line in [head, rule, *rows])
 
 
+def write_between(page: Path, command: str, text: str) -> None:
+    """Replace what a command writes in a page, between its two marks. Raises ValueError if they are not there once."""
+    begin, end = (f"<!-- Written by {command}: {word} -->" for word in ("begin", "end"))
+    before, found = page.read_text(encoding="utf-8").split(begin)
+    _, after = found.split(end)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+
+
 def write_figures(
     path: Path,
     title: str,

@@ -1,8 +1,4 @@
-"""Requests to replicas, and connections to them, which aiohttp makes, keeps and reads.
-
-A stream of events is taken in the turn of the event loop in which it comes: a future and a task that wake up for each token, as
-aiohttp has them, are as much work as all else.
-"""
+"""Requests to replicas, and connections to them, which aiohttp makes, keeps and reads."""
 
 from __future__ import annotations
 
@@ -15,30 +11,46 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
 from yarl import URL
 
-# Longer bodies of requests wait until the replica reads.
-_MOST_BYTES: Final = 1 << 16
+_MOST_BYTES: Final = 1 << 16  # longer bodies of requests wait until the replica reads
 _MOST_KNOWN: Final = 4096
 
 
 class ReplicaConnection(ResponseHandler):
     """A connection that does not take what comes between two requests for the answer to the second, and on which a body ends
-    where it cannot be parsed. aiohttp's takes an answer at any time, and leaves the reader of such a body to its timeouts.
+    where it cannot be parsed. aiohttp's takes an answer at any time, and tells nothing to who reads such a body."""
 
-    Attributes:
-        take: gets what comes of the present body, until it returns False; None while `take_all` does not wait.
-    """
-
-    take: Callable[[bytes], bool] | None = None
+    # A body, and what gets all that comes of it in the turn of the event loop in which it comes, until that returns False.
+    taking: tuple[Any, Callable[[bytes], bool]] | None = None
     _asked = False
 
     def set_response_params(self, **params: Any) -> None:
-        self._asked, self.take = True, None
+        self._asked, self.taking = True, None
         super().set_response_params(**params)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.take is not None and (body := self._payload) is not None:
-            self._hand_on(body, self.take)
+        if self.taking is None:
+            return
+        body, take = self.taking
+        waiter = body._eof_waiter
+        if not body._buffer or waiter is None or waiter.done():
+            return
+        try:
+            if not self._reading_paused:  # otherwise the task takes it, and lets the parser go on
+                data = b"".join(body._buffer)
+                body._buffer.clear()
+                body._size = 0
+                if body._http_chunk_splits:
+                    body._http_chunk_splits.clear()
+                if take(data):
+                    return
+                self.taking = None
+            if not waiter.done():  # `take` may have closed the response
+                waiter.set_result(None)
+        except Exception as error:  # noqa: BLE001 - raised where the stream is read
+            if not waiter.done():
+                waiter.set_exception(error)
+        del waiter  # an error, whose traceback has this frame, would refer to itself
 
     def feed_data(self, data: Any, size: int = 0) -> None:
         if self._asked:
@@ -53,36 +65,12 @@ class ReplicaConnection(ResponseHandler):
             body.set_exception(exc if isinstance(exc, aiohttp.ClientError) else aiohttp.ClientPayloadError(str(exc)))
         super().set_exception(exc, *cause)
 
-    def _hand_on(self, body: Any, take: Callable[[bytes], bool]) -> None:
-        """Give `take` all that has come in a packet."""
-        waiter = body._eof_waiter
-        if not body._buffer or waiter is None or waiter.done():
-            return
-        try:
-            if not self._reading_paused:  # otherwise the task takes it, and lets the parser go on
-                data = b"".join(body._buffer)
-                body._buffer.clear()
-                body._size = 0
-                if body._http_chunk_splits:
-                    body._http_chunk_splits.clear()
-                if take(data):
-                    return
-                self.take = None
-            if not waiter.done():  # `take` may have closed the response
-                waiter.set_result(None)
-        except Exception as error:  # noqa: BLE001 - raised where the stream is read
-            if not waiter.done():
-                waiter.set_exception(error)
-        del waiter  # an error, whose traceback has this frame, would refer to itself
 
-
-async def take_all(content: aiohttp.StreamReader, take: Callable[[bytes], bool]) -> None:
-    """Hand what has come of a response, and what comes, to `take`, until it returns False, or the end has come. Raises what
+async def take_all(content: Any, take: Callable[[bytes], bool]) -> None:
+    """Hand what has come of a body (`response.content`), and what comes, to `take`, until it returns False, or the end has come. Raises what
     `take` raises, and what aiohttp's readers raise."""
     while not content.at_eof():
-        connection: Any = content._protocol
         if content._buffer:
-            # For each piece that it hands out aiohttp asks its parser and its transport for more.
             whole = b"".join(content._buffer)
             content._buffer.clear()
             content._buffer.append(whole)
@@ -91,11 +79,11 @@ async def take_all(content: aiohttp.StreamReader, take: Callable[[bytes], bool])
         elif (error := content.exception()) is not None:
             raise error
         else:
-            connection.take = take
+            content._protocol.taking = content, take
             try:
                 await content.wait_eof()
             finally:
-                going, connection.take = connection.take is not None, None
+                going, content._protocol.taking = content._protocol.taking is not None, None
             if not going:
                 return
 

@@ -100,7 +100,6 @@ class _ResponseProxy:
     # The present attempt, and its replica's response while that is open.
     _attempt: Attempt | None = None
     _response: aiohttp.ClientResponse | None = None
-    # The event that announced its migration, if it migrates; what of its events is not sent yet.
     _moved: ServerSentEvent | None = None
     _unsent: bytes | None = None
     # The replica to which the request migrated, if it did.
@@ -299,9 +298,8 @@ class _ResponseProxy:
         try:
             if self.proxied.weights is not None:
                 await self.proxied.router.confirm(upstream, self.proxied.weights)
-            await self._forward_events(attempt, response, awaited)
+            await self._forward_events(response, awaited)
             if stream.done and self._moved is None and not response.content.is_eof():
-                # Read its end, so that the connection can be used again.
                 with contextlib.suppress(*CONNECTION_ERRORS):
                     async with asyncio.timeout(_END_SECONDS):
                         await take_all(response.content, lambda _: True)
@@ -312,11 +310,9 @@ class _ResponseProxy:
             else:
                 response.close()
 
-    async def _forward_events(
-        self, attempt: Attempt, response: aiohttp.ClientResponse, awaited: AwaitedResponse
-    ) -> None:
+    async def _forward_events(self, response: aiohttp.ClientResponse, awaited: AwaitedResponse) -> None:
         """Forward a response's events, to its end or that of the client's stream."""
-        take = partial(self._take, EventParser(), attempt, awaited)
+        take = partial(self._take, EventParser(), self._present, awaited)
         while not self._over:
             try:
                 await take_all(response.content, take)

@@ -154,7 +154,6 @@ class Router:
         self.leave: Callable[[], int] = lambda: 0
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
-        # A prompt of a model was placed: the request's id, the tenant, the name of its prefix, and where it went.
         self.on_placed: Callable[[str, str, str, str | None, PlacementQuery, Decision], None] = lambda *placed: None
         self.on_serving: list[Callable[[], None]] = []
         self.pool_type: Callable[..., ReplicaPool] = ReplicaPool
