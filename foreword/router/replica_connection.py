@@ -67,8 +67,8 @@ class ReplicaConnection(ResponseHandler):
 
 
 async def take_all(content: Any, take: Callable[[bytes], bool]) -> None:
-    """Hand what has come of a body (`response.content`), and what comes, to `take`, until it returns False, or the end has come. Raises what
-    `take` raises, and what aiohttp's readers raise."""
+    """Hand what has come of a body (`response.content`), and what comes, to `take`, until it returns False or the end has come.
+    Raises what `take` raises, and what aiohttp's readers raise."""
     while not content.at_eof():
         if content._buffer:
             whole = b"".join(content._buffer)
