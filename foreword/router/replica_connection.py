@@ -93,8 +93,7 @@ class WholeRequest(aiohttp.ClientRequest):
 
     Args:
         known: requests of the session with such bodies, by what differs beside headers, body and time limit. aiohttp takes
-            as many steps to make one as the router takes to place it; so it makes the first, which is copied. What a session
-            fixes, as TLS, is the same in all.
+            as many steps to make one as the router takes to place it; so it makes the first, which is copied.
     """
 
     def __init__(

@@ -55,11 +55,8 @@ clock: Final = time.monotonic
 
 
 class RecentAnswers:
-    """Newest answers of a replica, for the fleet page: 128 TTFTs and mean ITLs in seconds, and how its last requests ended.
-
-    Attributes:
-        problems: why requests failed, "" for those that did not; the newest last.
-    """
+    """Newest answers of a replica, for the fleet page: TTFTs and mean ITLs in seconds, and in `problems` why its last requests
+    failed, "" for those that did not; the newest last."""
 
     def __init__(self) -> None:
         self.ttft: deque[float] = deque(maxlen=_TIMES)

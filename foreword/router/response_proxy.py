@@ -281,17 +281,8 @@ class _ResponseProxy:
     async def _forward(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
         """Forward one response and close it. If the request migrates, `_moved` is set."""
         stream, upstream = self.stream, self._migrated_to or attempt.upstream
-        proxied = self.proxied
-        awaited = AwaitedResponse(
-            response.close,
-            clock(),
-            stream.begun,
-            proxied.request_id,
-            partial(proxied.asking, upstream),
-            streams=True,
-            headless=False,
-            comments=comments_of(response.headers),
-        )
+        watch, comments = self.proxied.awaits(upstream, True), comments_of(response.headers)
+        awaited = watch(response.close, clock(), stream.begun, headless=False, comments=comments)
         upstream.awaited.add(awaited)
         self._moved = None
         stream.next_response(upstream.kind)
@@ -337,7 +328,6 @@ class _ResponseProxy:
 
     @property
     def _over(self) -> bool:
-        """Nothing more of the present response is taken."""
         return self.stream.done or self.stream.cut or self._moved is not None
 
     def _take(self, parser: EventParser, attempt: Attempt, awaited: AwaitedResponse, data: bytes) -> bool:

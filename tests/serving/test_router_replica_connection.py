@@ -259,3 +259,21 @@ def test_an_answer_without_a_body() -> None:
         assert type(connection.content) is kind
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize("more", [b"HTTP/1.1 204 No Content\r\n\r\n", CHUNKED + chunk(b"data: smuggled\n\n")])
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_answer_to_no_request_closes_the_connection(more: bytes, apart: bool) -> None:
+    """An answer behind the end of the one that was asked for is no part of it, and closes the connection, whether it has a body
+    or not, and whether it comes in the same packet."""
+
+    async def work(connection: Connection) -> None:
+        taken: list[bytes] = []
+        task = await taking(connection, Kept(taken))
+        connection.handler.data_received(chunk(b"data: 1\n\n"))
+        for data in [LAST_CHUNK, more] if apart else [LAST_CHUNK + more]:
+            connection.handler.data_received(data)
+        await task
+        assert taken == [b"data: 1\n\n"] and connection.transport.closed
+
+    run(work)
