@@ -208,7 +208,7 @@ def test_a_message_that_is_not_read_is_bounded(served: Served, monkeypatch: pyte
 
 
 def test_messages_without_bytes_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages that nobody reads count more than their bytes: a client cannot leave any number of empty ones."""
+    """Messages that are not read count more than their bytes: a client cannot leave any number of empty ones."""
     monkeypatch.setattr(grpc_server, "_HELD_BYTES", 50_000)
     raw = Raw(served.port, h2_frame(HEADERS, 4, 1, call_head(HOLD)))
     raw.send(h2_frame(DATA, 0, 1, message(b"") * 1000))

@@ -21,7 +21,7 @@ from foreword.api.errors import MAX_BODY_BYTES
 from foreword.tasks import background
 
 logger = logging.getLogger(__name__)
-# It logs every header of every call at level debug.
+# The library logs every header of every call at level debug.
 logging.getLogger("hpack").setLevel(logging.WARNING)
 
 # Status codes of gRPC.
@@ -73,10 +73,10 @@ _BACKLOG: Final = 1024
 # Headers of a call: bytes of their block, and what it says, as HTTP/2 counts: an index of one byte may name thousands.
 _HEADER_BYTES: Final = 64 << 10
 _MOST_PARTS: Final = 16
-# What a message that waits takes beside its bytes.
+# A message that waits takes this beside its bytes.
 _WAITING_BYTES: Final = 64
-# A call without a message ends after so many times of `_QUIET_SECONDS`; one whose answers nobody takes has longer, as a gateway
-# may wait for its own slow client.
+# A call without a message ends after so many times of `_QUIET_SECONDS`. A call whose answers are not read has longer: its gateway
+# may wait for a slow client.
 _SILENT_BEATS: Final = 3
 _BLOCKED_BEATS: Final = 30
 
@@ -193,7 +193,7 @@ class GrpcCall:
         self._task = background(self._run(handler), "a call of a gateway")
 
     def beat(self) -> None:
-        """Some time has passed. Ends a call of which its client makes nothing."""
+        """End a call that makes no progress. Called once per interval of silence."""
         if self._blocked or not self._heard:
             self._beats += 1
             most, why = (_BLOCKED_BEATS, "its answers are not read") if self._blocked else (_SILENT_BEATS, "no message")
@@ -212,10 +212,9 @@ class GrpcCall:
         self._owed += counted
         self._heard = True
         self._part += data
-        self._hold(len(data))
-        at = 0
-        if self._closed:
+        if not self._hold(len(data)):
             return
+        at = 0
         while len(self._part) - at >= _PREFIX.size:
             packed, size = _PREFIX.unpack_from(self._part, at)
             if packed or size > _MESSAGE_BYTES:
@@ -227,8 +226,7 @@ class GrpcCall:
                 break
             self._messages.append(bytes(self._part[at + _PREFIX.size : end]))
             at = end
-            self._hold(_WAITING_BYTES - _PREFIX.size)
-            if self._closed:
+            if not self._hold(_WAITING_BYTES - _PREFIX.size):
                 return
         del self._part[:at]
         if last:
@@ -255,11 +253,14 @@ class GrpcCall:
         if self._waiting is not None and not self._waiting.done() and (self._messages or self._ended):
             self._waiting.set_result(None)
 
-    def _hold(self, more: int) -> None:
+    def _hold(self, more: int) -> bool:
+        """Count these bytes. False if the call has ended for them."""
         self._unread += more
         self._connection.server.held += more
         if more > 0 and self._connection.server.held > _HELD_BYTES:
             self._fail(_EXHAUSTED, "too many bytes of messages are held")
+            return False
+        return True
 
     def _grant(self) -> None:
         """Let the client send more, if what it has sent was read, or is a part of one message."""
@@ -279,12 +280,12 @@ class GrpcCall:
 
     def _stop(self) -> None:
         if self._task is not None:
-            # One that has not begun never comes to the end of `_run`.
+            # A task that has not begun never comes to the end of `_run`.
             self._task.add_done_callback(self._over)
             self._task.cancel()
 
     def _over(self, _: object = None) -> None:
-        """The handler has ended. Only now another call may take its place: one that is cancelled still takes memory."""
+        """Let another call take the place of this one, whose handler has ended: a cancelled one still takes memory until then."""
         if self._running:
             self._running = False
             self._connection.running -= 1
