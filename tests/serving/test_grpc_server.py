@@ -89,7 +89,7 @@ class Raw:
         self._socket.sendall(b"".join(frames))
 
     def try_to_send(self, *frames: bytes) -> None:
-        """As much as the system takes."""
+        """Send as much of these as the system takes."""
         with suppress(BlockingIOError):
             self._socket.send(b"".join(frames), socket.MSG_DONTWAIT)
 
@@ -385,7 +385,7 @@ def test_what_is_no_http2(served: Served) -> None:
 
 
 def test_a_client_that_sends_byte_by_byte(served: Served) -> None:
-    """What begins a connection may come in pieces, and so may all frames."""
+    """The beginning of a connection may come in pieces, and so may all frames."""
     with socket.create_connection(("127.0.0.1", served.port), 60) as slow:
         slow.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in PREFACE + OPENED + h2_frame(DATA, 1, 1, message(b"slow")):

@@ -75,8 +75,8 @@ _HEADER_BYTES: Final = 64 << 10
 _MOST_PARTS: Final = 16
 # A message that waits takes this beside its bytes.
 _WAITING_BYTES: Final = 64
-# A call without a message ends after so many times of `_QUIET_SECONDS`. A call whose answers are not read has longer: its gateway
-# may wait for a slow client.
+# A call without a message ends after so many times of `_QUIET_SECONDS`. A call whose answers are not read has longer: its
+# gateway may wait for a slow client.
 _SILENT_BEATS: Final = 3
 _BLOCKED_BEATS: Final = 30
 
@@ -285,7 +285,7 @@ class GrpcCall:
             self._task.cancel()
 
     def _over(self, _: object = None) -> None:
-        """Let another call take the place of this one, whose handler has ended: a cancelled one still takes memory until then."""
+        """Let another call take the place of this one, whose handler has ended: until then it takes memory."""
         if self._running:
             self._running = False
             self._connection.running -= 1
