@@ -461,7 +461,7 @@ def _worth(pool: TokenizingPool, size: int, found: KnownPrefix | None) -> float:
 def _agree(tokens: array[int], found: KnownPrefix) -> bool:
     """Whether a replica's tokens begin as those of the turn before. Otherwise some of them are wrong."""
     start = min(_START, (len(found.tokens) + 1) // 2)
-    begins = 0 < start and tokens[:start] == found.tokens[:start]
+    begins = start > 0 and tokens[:start] == found.tokens[:start]
     return not found.exact or (begins and len(tokens) >= found.length // 2)
 
 

@@ -153,8 +153,7 @@ def test_no_turn_loses_its_prefix(loop: Loop, count: int, late: tuple[int, ...])
 
 
 def test_a_short_first_turn_takes_no_tokens_from_the_next(loop: Loop) -> None:
-    """A conversation whose first prompt has a few tokens only is tokenized at each turn, as all others are: that those of a later
-    turn begin as its tokens do is compared as far as there are some."""
+    """A conversation whose first prompt has a few tokens only is placed by its tokens at each turn, as all others are."""
     with routed(loop, 2, "router.tokenize_timeout=60", "router.tokenize_patience=60") as (router, _):
         messages = [{"role": "user", "content": "hi"}]
         for turn in range(1, 4):
