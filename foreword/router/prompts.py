@@ -460,9 +460,8 @@ def _worth(pool: TokenizingPool, size: int, found: KnownPrefix | None) -> float:
 
 def _agree(tokens: array[int], found: KnownPrefix) -> bool:
     """Whether a replica's tokens begin as those of the turn before. Otherwise some of them are wrong."""
-    start = min(_START, (len(found.tokens) + 1) // 2)
-    begins = start > 0 and tokens[:start] == found.tokens[:start]
-    return not found.exact or (begins and len(tokens) >= found.length // 2)
+    start = found.tokens[: min(_START, (len(found.tokens) + 1) // 2)]
+    return not found.exact or (bool(start) and tokens[: len(start)] == start and len(tokens) >= found.length // 2)
 
 
 def _learn_late(known: KnownPrompts, chain: PromptChain, pending: asyncio.Future[array[int] | None]) -> None:

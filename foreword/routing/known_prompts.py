@@ -28,8 +28,7 @@ from foreword.blocks.bounded import Bounded
 
 _MAX_BYTES: Final = 64 << 20
 _MOST: Final = 8192
-# The first links of a conversation are kept, which others share (a long system message is many), and the last ones, from which
-# it goes on or branches.
+# The first links of a conversation are kept, which others share, and the last ones, from which it goes on or branches.
 _FIRST: Final = 32
 _LAST: Final = 32
 _TOKEN_BYTES: Final = 4
