@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians, a description of the machine, tables, and the files of figures."""
+"""The parts that benchmarks share: medians, a description of the machine, tables, and the files of figures."""
 
 import json
 import os
@@ -55,6 +55,14 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
     rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
     return "\n".join(_line(line, widths) for line in [head, rule, *rows])
+
+
+def write_between(page: Path, command: str, text: str) -> None:
+    """Replace what a command writes in a page, between its two marks. Raises ValueError if they are not there once."""
+    begin, end = (f"<!-- Written by {command}: {word} -->" for word in ("begin", "end"))
+    before, found = page.read_text(encoding="utf-8").split(begin)
+    _, after = found.split(end)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
 
 
 def write_figures(

@@ -193,8 +193,10 @@ def processor() -> str:
 
 def _run(command: list[str]) -> str:
     """Standard output of a command. Raises CannotBuild with the compiler's first error line."""
+    # The seconds of processor hold for what it starts, too, and if this process is killed meanwhile.
+    limited = ["/bin/sh", "-c", f'ulimit -t {_SECONDS}; exec "$@"', "sh", *command]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
+        done = subprocess.run(limited, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuild(f"{command[0]} does not run: {error}") from error
     if done.returncode:

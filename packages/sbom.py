@@ -1,4 +1,4 @@
-"""What an installation brings along: names, versions and licences of all packages that Foreword needs, as CycloneDX JSON.
+"""Lists what an installation brings along: names, versions and licences of all packages that Foreword needs, as CycloneDX JSON.
 
 python packages/sbom.py [--extra vllm] [--licences]      those of the running environment; by default of the extra `all`
 
@@ -47,7 +47,7 @@ class Component:
 
 
 def components(extra: str) -> list[Component]:
-    """What Foreword with an extra needs in this environment, directly and not. Raises PackageNotFoundError for what is not
+    """Packages that Foreword with an extra needs here, directly and not. Raises PackageNotFoundError for what is not
     installed, and KeyError for an unknown extra."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     found: dict[str, Component] = {}

@@ -25,7 +25,7 @@ TESTS = Path(__file__).parent
 TABLE: dict[str, dict[str, list[str]]] = tomllib.loads(
     (Path(__file__).parents[1] / "packages" / "products.toml").read_text(encoding="utf-8")
 )
-# What each product may import.
+# The imports that each product may have.
 NEEDS = {name: tuple(settings["needs"]) for name, settings in TABLE.items()}
 _HOMES = {f"foreword.{name}": product for product, settings in TABLE.items() for name in settings["modules"]}
 

@@ -93,7 +93,7 @@ def test_sums_and_costs(tmp_path: Path, seed: int) -> None:
         assert row["BillingPeriodStart"] <= row["ChargePeriodStart"] < row["ChargePeriodEnd"] <= row["BillingPeriodEnd"]
 
 
-# What FOCUS 1.2 says of columns, by the rules of its own validator (focus_validator 2.0.1, model-1.2.json): what must be in
+# Columns by FOCUS 1.2, by the rules of its own validator (focus_validator 2.0.1, model-1.2.json): what must be in
 # every file and what must be there of prices, quantities and tenants; what is a decimal; and what must not be empty.
 DECIMAL = {
     *("BilledCost", "ContractedCost", "EffectiveCost", "ListCost", "ContractedUnitPrice", "ListUnitPrice"),

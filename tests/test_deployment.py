@@ -355,7 +355,7 @@ SERVICES = (
         for name in ("encryption", "transfer", "prefixes", "router-metrics", "server-max-queue")
     ),
 )
-# What this repository's Makefile, tests and guides use.
+# The workflows that this repository's Makefile, tests and guides use.
 OTHERS = dict.fromkeys(("FOREWORD_VLLM_PYTHON", "FOREWORD_SEED", "FOREWORD_DEBUG", "FOREWORD_WHEEL_CXX"), "x")
 
 

@@ -78,7 +78,8 @@ class Instance:
 
     def _reserve(self, name: str, tokens: Sequence[int]) -> Lease[int]:
         lease = self.kept.reserve(name, len(tokens) // BLOCK)
-        assert lease is not None
+        if lease is None:
+            raise PrefixBudgetExceeded("the budget is spent")
         return lease
 
     def compute(self, registration: Registration, blocks: Sequence[int]) -> None:
@@ -195,6 +196,34 @@ def test_a_removed_prefix_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownPrefix):
         instance.book.get("rules")
     assert instance.unpinned == [1]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_names_that_were_removed_elsewhere_leave_their_budget(fails: bool) -> None:
+    """A registration for which the budget is spent drops names that another instance has removed, also those of other tenants
+    and those that were registered here a moment ago; not those whose record is damaged, and none while the store fails."""
+    storage = Storage()
+    here, there = Instance(storage, budget=4), Instance(Storage(storage.shared))
+    here.add("rules", "a" * 8, [1, 2])
+    with here.service.register("other", "o" * 8, salt=b"t2") as registration:
+        here.compute(registration, [3, 4])
+        registration.finish()
+    there.look()
+    there.service.refresh(b"t2")
+    with pytest.raises(PrefixBudgetExceeded):
+        here.add("more", "b" * 8, [5, 6])
+    [key] = [one for one in storage.shared.records("", deadline=soon()) if one.endswith("/rules")]
+    storage.shared.put_record(key, b"{}", deadline=soon())
+    there.service.remove("other", salt=b"t2")
+    storage.flaky.inject("fail", float(fails))
+    if fails:
+        with pytest.raises(PrefixBudgetExceeded):
+            here.add("more", "b" * 8, [5, 6])
+        assert here.unpinned == []
+        return
+    here.add("more", "b" * 8, [5, 6])
+    assert here.unpinned == [3, 4] and here.book.get("rules")
+    assert here.kept.free == 0
 
 
 def test_a_store_that_cannot_list(monkeypatch: pytest.MonkeyPatch) -> None:

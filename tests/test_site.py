@@ -76,7 +76,7 @@ LATER = {
     "kserve kvCacheOffloading": ["guides/kubernetes"],
 }
 QUESTIONS = {**ASKED, **HELD_OUT, **LATER}
-# What the worker finds around it in a browser.
+# Globals that the worker has around it in a browser.
 _BROWSER = """
 var self = globalThis, window = globalThis, answers = [], receive;
 self.console = {warn() {}, log() {}, error() {}};

@@ -63,6 +63,21 @@ def test_vocabulary(pattern: str) -> None:
     assert not found, f"write {REPLACED[pattern]!r}:\n" + "\n".join(found)
 
 
+def test_first_words_of_docstrings_and_comments() -> None:
+    """Docstrings and comments begin with a verb or a noun of the field, and so say at once what they are about: none begins
+    with a question word that stands for the noun."""
+    begins = re.compile(r'\s*(?:[rf]?"""|# )What\b')
+    folders = "foreword", "tests", "benchmarks", "examples", "packages", "training", ".ci"
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if begins.match(line)
+    ]
+    assert not found, "begin with a verb or a noun:\n" + "\n".join(found)
+
+
 def test_lines_of_documentation() -> None:
     """Lines of text have at most 120 characters; tables and code may be longer."""
     found = []

@@ -769,7 +769,7 @@ class Budget:
 
 @dataclass
 class TrainingStats:
-    """What the training loop did."""
+    """Counts of the training loop."""
 
     steps: int = 0
     tokens: int = 0

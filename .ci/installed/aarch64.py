@@ -1,4 +1,4 @@
-"""What a wheel for aarch64 has where there is no compiler: its kernels, and the embedded model with a hit."""
+"""Checks what a wheel for aarch64 has where there is no compiler: its kernels, and the embedded model with a hit."""
 
 import platform
 

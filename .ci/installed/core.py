@@ -1,4 +1,4 @@
-"""What the core is without extras: no torch, no framework."""
+"""Checks the core without extras: no torch, no framework."""
 
 import importlib.util
 

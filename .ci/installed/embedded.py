@@ -1,4 +1,4 @@
-"""What an installed wheel has where there is no compiler: the pages, the kernels, and the embedded model with a hit."""
+"""Checks what an installed wheel has where there is no compiler: the pages, the kernels, and the embedded model with a hit."""
 
 import platform
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the router's extra is alone: no torch, no web framework of the server. A router starts with a tokenizer and answers."""
+"""Checks the router's extra alone: no torch, no web framework of the server. A router starts with a tokenizer and answers."""
 
 import importlib.util
 import json

@@ -343,7 +343,7 @@ def measure(arguments: argparse.Namespace, facts: dict[str, str]) -> str:
 
 
 def load_of() -> dict[str, str]:
-    """What else the machine computed."""
+    """Other work of the machine."""
     return {"load of the machine": ", ".join(f"{load:.1f}" for load in os.getloadavg()[:2])}
 
 

@@ -1,4 +1,4 @@
-"""What bookkeeping of KV blocks costs: Foreword's PrefixCache and vLLM's KVCacheManager, alternately in one process.
+"""Measures the bookkeeping of KV blocks: Foreword's PrefixCache and vLLM's KVCacheManager, alternately in one process.
 
     python -m benchmarks.engine.bookkeeping --vllm-python PATH_TO_VLLM_ENVIRONMENT/bin/python
 

@@ -59,7 +59,7 @@ class Contender:
 
 
 class Results:
-    """What was measured so far, in a file."""
+    """Measurements so far, in a file."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -214,7 +214,7 @@ def described(model: Path) -> str:
 
 
 def versions(results: Sequence[Result]) -> dict[str, str]:
-    """What each engine is made of."""
+    """The parts of each engine."""
     return {
         result["engine"]: ", ".join(f"{name} {version}" for name, version in result["versions"].items())
         for result in results

@@ -1,4 +1,4 @@
-"""What this machine's memory and oneDNN allow for a model: prints one line of JSON.
+"""Measures what this machine's memory and oneDNN allow for a model: prints one line of JSON.
 
     python -m benchmarks.engine.limits --model DIR --threads 2
 

@@ -1,4 +1,4 @@
-"""What prefix caching costs and what it brings, each claim compared in one run.
+"""Measures what prefix caching costs and what it brings, each claim compared in one run.
 
     python -m benchmarks.engine.prefix_caching MODEL [--only overhead twice named ttft] [--rounds 3] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What 8-bit weights change in a model's predictions.
+"""Measures what 8-bit weights change in a model's predictions.
 
     python -m benchmarks.engine.quantization [MODEL ...] [--texts 12] [--length 512]
 
@@ -36,7 +36,7 @@ VARIANTS = (
 
 
 def texts(model: Path, args: argparse.Namespace) -> list[list[int]]:
-    """What the model reads."""
+    """The text that the model reads."""
     if model == MODEL:
         wanted = argparse.Namespace(context=args.length - 1, following=1, texts=args.texts)
         return windows(AutoTokenizer.from_pretrained(model), wanted)

@@ -1,4 +1,4 @@
-"""What choosing the next tokens of a batch costs, and what a long-lived engine remembers.
+"""Measures the cost of choosing the next tokens of a batch, and the memory of a long-lived engine.
 
     python -m benchmarks.engine.sampling step [--vocab 151936] [--batch 1 16 64] [--threads 1] [--kernels torch]
     python -m benchmarks.engine.sampling history [--rounds 9]

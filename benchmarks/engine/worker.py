@@ -63,7 +63,7 @@ def parse_row(name: str) -> Row:
 
 
 class Engine(Protocol):
-    """What is asked of an engine: continue some prompts with exactly so many tokens each."""
+    """A task of an engine: continue some prompts with exactly so many tokens each."""
 
     def generate(self, prompts: Prompts, new_tokens: int) -> list[float]:
         """Continue greedily, without stopping early. Seconds until all have their first token and until all have the last; or
@@ -271,7 +271,7 @@ def check(made: list[int], new_tokens: int) -> None:
 
 
 def environment(engine: str, threads: int, prefix: Path) -> dict[str, str]:
-    """What an engine wants in its environment before the process starts; `prefix` is that of its interpreter."""
+    """Variables that an engine needs in its environment before the process starts; `prefix` is that of its interpreter."""
     wanted = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     if engine != "vllm":
         return wanted

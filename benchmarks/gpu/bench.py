@@ -33,7 +33,7 @@ def row(what: str, figure: str, beside: str = "", **measured: float) -> Row:
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is measured. The model is a Llama; the vocabulary holds the tokenizer's ids.
+    """The model and the prompts of a measurement. The model is a Llama; the vocabulary holds the tokenizer's ids.
 
     Attributes:
         batches, context, prefill, steps: of the steps `decode` and `transformers`, and of vLLM's.

@@ -48,7 +48,7 @@ SLOT_PADDING = 4096  # a frame's header, in a slot that direct I/O can read
 
 
 class Context:
-    """What the steps of one process share: the engine, which is made when a step first asks for it, and the time that is left.
+    """Shared parts of one process's steps: the engine, which is made when a step first asks for it, and the time that is left.
 
     Args:
         disk: folder for the disk tiers.
@@ -231,7 +231,7 @@ def _nvidia(query: str) -> str:
 
 
 def step_setup(context: Context) -> Iterator[Row]:
-    """What the host and the bus can do: the names of most costs below."""
+    """Speeds of the host and the bus: the names of most costs below."""
     import torch
     import xxhash
 
@@ -740,7 +740,7 @@ def _part_row(one: Part, parts: Sequence[Part], count: int, tokens: int, bench: 
 
 
 def _parts(context: Context, ends: contextlib.ExitStack, *, whole: bool) -> list[Part]:
-    """What saving does, part after part: each does what the one before it does, and more."""
+    """Time saving, part after part: each does what the one before it does, and more."""
     from foreword.offload import writer
 
     memory = f"memory://?size={_room(context.shapes.kv_bytes * (1 << 12) if context.tiny else 4 * GIB)}"
@@ -868,7 +868,7 @@ def _unsummed(header: Any, buffer: memoryview) -> Any:
 
 
 def step_copies(context: Context) -> Iterator[Row]:
-    """What copies alone take: memory that CUDA has page-locked, memory registered in place, scattered slots in it, the staging
+    """Time copies alone: memory that CUDA has page-locked, memory registered in place, scattered slots in it, the staging
     arena, and vLLM's way."""
     import torch
 

@@ -1,4 +1,4 @@
-"""What a tier of KV is worth on a GPU, in one command below eight minutes, offline: models are made on the spot.
+"""Measures the worth of a tier of KV on a GPU, in one command below eight minutes, offline: models are made on the spot.
 
     python -m benchmarks.gpu.plan [--out results] [--disk FOLDER] [--steps engine,ttft-memory] [--all]      (make gpu)
     python -m benchmarks.gpu.plan --publish results/gpu-plan.json                                          (make gpu-page)
@@ -198,7 +198,7 @@ def descendants(pid: int) -> list[int]:
 
 
 class Table:
-    """What was found so far. It is written with each row."""
+    """Results so far. The file is written with each row."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self._folder = folder
@@ -333,7 +333,7 @@ class Plan:
         return int(any(result["error"] for result in self.table.results.values()))
 
     def _remove_folders(self) -> None:
-        """What steps that were cut off have left on the disk."""
+        """Remove folders of steps that were cut off from the disk."""
         with contextlib.suppress(OSError):
             for path in list(self._disk.glob(decisions.folder_prefix(os.getpid()) + "*")):
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the rows of the GPU plan say to a decision, one line each: is a prompt faster from a tier than computed, and what does
+"""Verdicts of the GPU plan's rows, one line for each decision: is a prompt faster from a tier than computed, and what does
 saving cost? Lines whose rows are not there are left out.
 """
 

@@ -132,7 +132,7 @@ def _model(folder: Path, shapes: Shapes, dtype: str) -> Path:
 
 @dataclass
 class Seen:
-    """What one vLLM did with the prompts."""
+    """Answers and times of one vLLM."""
 
     tokens: dict[str, list[list[int]]]
     cached: dict[str, int]
@@ -203,7 +203,7 @@ class _Prompts:
 
 
 def _common(worker: Worker, prompts: _Prompts) -> Seen:
-    """What vLLM alone does too."""
+    """Time the steps that vLLM does alone, too."""
     seen = Seen({}, {}, {})
     worker.ask_all([prompts.long[0][::-1]], 4)  # compiles the kernels
     seen.ask("computed", worker, prompts.several, prompts.new_tokens)

@@ -235,7 +235,7 @@ def sources(parts: Iterable[Local | Remote]) -> Counter[str]:
 
 
 def row(name: str, parts: list[Local | Remote]) -> list[str]:
-    """What was counted in a mode."""
+    """Counts of a mode."""
     counts = [part.audit.counts for part in parts]
     by_source = sources(parts)
     assert set(by_source) <= set(SOURCES)

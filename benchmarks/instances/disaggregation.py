@@ -63,7 +63,7 @@ class Server:
 
 @dataclass
 class Bench:
-    """What all experiments share."""
+    """The servers and settings of all experiments."""
 
     model: str
     dtype: str

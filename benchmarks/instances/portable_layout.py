@@ -1,4 +1,4 @@
-"""What the portable layout costs: loading and saving a prompt's KV in units against whole blocks, in one process.
+"""Measures the portable layout: loading and saving a prompt's KV in units against whole blocks, in one process.
 
     python -m benchmarks.instances.portable_layout [--tokens 4096] [--rounds 15] [--stores memory disk] [--json FILE]
 

@@ -1,6 +1,6 @@
 """Coding agents as they are, through a router to busy servers: turns that miss a prefix that a server has.
 
-    python -m benchmarks.router.agents FOLDER [--only NAME] [--record REQUESTS.jsonl] [--vllm PYTHON] [-- FLAGS]
+    python -m benchmarks.router.agents FOLDER [--only NAME] [--write] [--vllm PYTHON] [-- FLAGS]
 
 FOLDER has the agents: `npm/node_modules` (@openai/codex, @anthropic-ai/claude-code, opencode-ai, @qwen-code/qwen-code,
 @continuedev/cli, cline, @mariozechner/pi-coding-agent, @charmland/crush), and the virtual environments `py`
@@ -12,8 +12,12 @@ its requests to a router as they are, but for the length of the answer. The agen
 writes none (scripted_answers.py). Several agents work at once, beside clients with other prompts.
 
 A prefix that a server has is what a request has in common with one that was answered before it was sent. A turn misses if
-fewer of its tokens were cached, by two blocks or a hundredth. `--record` writes whole requests for `foreword traffic
-clients`. `--vllm` takes servers of vLLM, which this interpreter has.
+fewer of its tokens were cached, by two blocks or a hundredth. If the decision shows that the router knew better, the turn was
+sent elsewhere on purpose, where it was expected to cost less than to wait for the server that has its prefix.
+
+`--vllm` takes servers of vLLM, which this interpreter has.
+`--record` writes whole requests for `foreword traffic clients`. `--write` writes the tables of dev/measurements/router.md
+and, as that command does, of docs/guides/agents.md.
 """
 
 from __future__ import annotations
@@ -37,22 +41,32 @@ import aiohttp
 import httpx
 from aiohttp import web
 
+import foreword
 from benchmarks.engine.random_model import SIZES, make
-from benchmarks.harness import cores, machine, set_up, table
-from benchmarks.router.fleet import START_SECONDS, Process, library, router, servers
+from benchmarks.harness import cores, machine, set_up, table, write_between
+from benchmarks.router.fleet import START_SECONDS, Process, free_port, library, router, servers
 from benchmarks.router.scripted_answers import answer, calls_before, next_call, usage_of
 from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.request import template_messages, template_tools
+from foreword.cli.traffic import clients_markdown
+from foreword.prompt_order import PromptOrder
+from foreword.sim.client_report import client_report
 from foreword.tokens.tokenizer import Tokenizer
 
 ASK: Final = "Read file0.txt to file8.txt one by one and tell me what is in them."
 CONTEXT: Final = 131_072
 SECONDS: Final = 900.0
 _TOKENS: Final = 16
+# Requests of a session beyond its calls: some agents never end by themselves.
+_MOST_MORE: Final = 6
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _READ: Final = Limits.for_model(1 << 20, 1 << 28, 0)
 _PATHS: Final = re.compile(r".*/(chat/completions|responses|messages)")
+_PAGES: Final = Path(__file__).parents[2]
+MEASUREMENTS: Final = _PAGES / "dev/measurements/router.md"
+GUIDE: Final = _PAGES / "docs/guides/agents.md"
+_MARK: Final = "benchmarks.router.agents"
 _NOT_PASSED: Final = frozenset(("host", "content-length", "connection", "accept-encoding", "transfer-encoding"))
 
 
@@ -239,10 +253,33 @@ class Turn:
     expected: int = 0
     block: int = 16
 
+    def __str__(self) -> str:
+        return f"{self.client} {self.session} {self.path}"
+
+    @property
+    def shares(self) -> str:
+        """Tokens that were cached, and the decision in words."""
+        return f"{self.cached} of {self.expected} that a server had, of {self.prompt}; {self.route}"
+
     @property
     def missed(self) -> bool:
-        """Whether less was cached than a server had. The last block may be another one where others share it, and a hundredth
-        is for a server whose template writes a little more than ours."""
+        """Whether less was cached than a server had, which the router did not know."""
+        return self._has_less and not self.moved
+
+    @property
+    def moved(self) -> bool:
+        """Whether the router knew of what the next server has, and chose another one. Estimated lengths may be a tenth off."""
+        found = re.search(r"; next [^(]*\(([^)]*)\)", self.route)
+        if not self._has_less or found is None:
+            return False
+        computed = re.search(r"computing (\d+) of (\d+) tokens", found[1])
+        known = self.prompt * (1 - int(computed[1]) / int(computed[2])) if computed else self.prompt
+        return known >= self.expected - max(self.block * 3, self.expected // 10)
+
+    @property
+    def _has_less(self) -> bool:
+        """The last block may be another one where others share it, and a hundredth is for a server whose template writes a
+        little more than ours."""
         return self.cached < self.expected - max(self.block * 2, self.expected // 100)
 
 
@@ -286,6 +323,8 @@ class Relay:
                 kind = plain.headers.get("content-type", "text/plain").partition(";")[0]
                 return web.Response(body=await plain.read(), status=plain.status, content_type=kind)
         body = json.loads(data)
+        if sum((one.client, one.session) == key for one in self.turns) >= self._turns + _MOST_MORE:
+            return web.Response(body=b'{"error": {"message": "enough"}}', status=400, content_type="application/json")
         turn = Turn(*key, path, body, time.monotonic())
         self.turns.append(turn)
         status, found = await self._ask(turn, url, headers)
@@ -337,13 +376,15 @@ def _shortened(body: Mapping[str, Any], path: str) -> dict[str, Any]:
 async def run(given: argparse.Namespace, root: Path, url: str) -> list[Turn]:
     """All sessions of the agents that are there, some at a time, beside other clients."""
     todo = [(name, session) for session in ("1", "2") for name in found_agents(root, given.only)]
-    busy = asyncio.gather(*(_other_client(url, given.model_name, number) for number in range(given.others)))
+    projects = random.Random(given.seed).choices(_PROJECTS, k=len(todo))
+    seeds = [given.seed * 1000 + number for number in range(given.others)]
+    busy = asyncio.gather(*(_other_client(url, given.model_name, seed) for seed in seeds))
     async with Relay(url, given.turns) as relay:
-        queue = iter(todo)
+        queue = iter(zip(todo, projects, strict=True))
 
         async def work() -> None:
-            for name, session in queue:
-                await _work(given, root, relay, name, session)
+            for (name, session), project in queue:
+                await _work(given, root, relay, name, session, project)
 
         try:
             await asyncio.gather(*(work() for _ in range(given.at_a_time)))
@@ -354,12 +395,12 @@ async def run(given: argparse.Namespace, root: Path, url: str) -> list[Turn]:
         return relay.turns
 
 
-async def _work(given: argparse.Namespace, root: Path, relay: Relay, name: str, session: str) -> None:
+async def _work(given: argparse.Namespace, root: Path, relay: Relay, name: str, session: str, project: str) -> None:
     agent = AGENTS[name]
-    with tempfile.TemporaryDirectory(prefix=f"{random.choice(_PROJECTS)}-") as text:
+    with tempfile.TemporaryDirectory(prefix=f"{project}-") as text:
         folder = Path(text)
         for number in range(9):
-            (folder / f"file{number}.txt").write_text(f"This is file {number}. " * 8 + "\n")
+            (folder / f"file{number}.txt").write_text(f"This is file {number} of {folder.name}. " * 8 + "\n")
         at = relay.url_for(name, session, folder)
         command = agent.command(_programs(root, agent), at, folder, given.model_name)
         own = {"HOME": text, "PWD": text, "XDG_CONFIG_HOME": f"{text}/.config", "XDG_DATA_HOME": f"{text}/.data"}
@@ -390,9 +431,9 @@ async def _work(given: argparse.Namespace, root: Path, relay: Relay, name: str, 
 _PROJECTS: Final = ("shop", "a-compiler", "notes_2", "web.site", "Thesis", "x")
 
 
-async def _other_client(url: str, model: str, number: int) -> None:
+async def _other_client(url: str, model: str, seed: int) -> None:
     """A client that keeps the servers busy with prompts of its own."""
-    chance, texts = random.Random(number), library()
+    chance, texts = random.Random(seed), library()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=SECONDS)) as session:
         while True:
             text = chance.choice(texts)
@@ -458,8 +499,8 @@ def _rendered(turn: Turn, tokenizer: Tokenizer) -> list[int]:
     )
 
 
-def report(root: Path, turns: Sequence[Turn]) -> int:
-    """Print a row for each agent, and what was wrong; returns how many turns missed or failed."""
+def results(root: Path, turns: Sequence[Turn]) -> str:
+    """A table with a row for each agent that sent something."""
     rows = []
     for name in (name for name in AGENTS if version(root, AGENTS[name])):
         mine = [turn for turn in turns if turn.client == re.sub(r"\W+", "-", name)]
@@ -468,18 +509,26 @@ def report(root: Path, turns: Sequence[Turn]) -> int:
             continue
         kind = tools[0].path.rpartition("/")[2].replace("completions", "chat")
         late = sum("compared as text" in turn.route for turn in mine)
-        counted = (len(mine), sum(turn.missed for turn in mine), sum(bool(turn.problem) for turn in mine), late)
+        missed, moved = sum(turn.missed for turn in mine), sum(turn.moved for turn in mine)
+        counted = (len(mine), missed, moved, sum(bool(turn.problem) for turn in mine), late)
         lengths = f"{tools[0].prompt:,} / {max(turn.prompt for turn in tools):,}"
         rows.append([f"{name} {version(root, AGENTS[name])}", kind, lengths, *map(str, counted)])
-    head = ["agent", "dialect", "prompt tokens, first / longest", "requests", "missed", "refused", "compared as text"]
-    print(table(head, rows))
-    for turn in turns:
-        if turn.problem or turn.missed:
-            said = turn.problem or f"{turn.cached} of {turn.expected} that a server had, of {turn.prompt}; {turn.route}"
-            print(f"{turn.client} {turn.session} {turn.path}: {said}")
-    wrong = sum(bool(turn.problem) or turn.missed for turn in turns)
-    print(f"{len(turns)} requests, {sum(turn.missed for turn in turns)} missed a prefix that a server had")
-    return wrong
+    head = ["agent", "dialect", "prompt tokens, first / longest", "requests", "missed", "sent elsewhere"]
+    return table([*head, "refused", "without tokens"], rows)
+
+
+def problems(turns: Sequence[Turn]) -> list[str]:
+    """A line for each turn that missed or failed."""
+    return [f"{turn}: {turn.problem or turn.shares}" for turn in turns if turn.problem or turn.missed]
+
+
+def write_pages(found: str, recording: Path, measurements: Path = MEASUREMENTS, guide: Path = GUIDE) -> None:
+    """Write the table of a run into its page, and that of `foreword traffic clients` into the guide, with the clients of which
+    a new session misses something."""
+    write_between(measurements, _MARK, found)
+    tokenizer = Tokenizer.load(str(Path(foreword.__file__).parent / "models/stdlib-nano"))
+    shares = client_report([recording], tokenizer, PromptOrder.parse((), ("profiles",)))
+    write_between(guide, _MARK, clients_markdown([one for one in shares if one.where]))
 
 
 def record(turns: Sequence[Turn], root: Path, path: Path) -> None:
@@ -492,14 +541,21 @@ def record(turns: Sequence[Turn], root: Path, path: Path) -> None:
 
 
 class VllmProcess(Process):
-    """A `vllm serve` on a core of its own."""
+    """A `vllm serve` on a core of its own, with the connector over a folder, and KV events."""
 
     def __init__(self, folder: Path, name: str, python: str, model: Path, served: str) -> None:
         super().__init__(folder, name, [])
         limits = ("--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "8", "--dtype", "float32")
         told = ("--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
         where = ("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", served, "--enforce-eager")
-        self._command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *where, *limits, *told]
+        module = {"kv_connector": "ForewordConnector", "kv_connector_module_path": "foreword.integrations.vllm"}
+        stored = {"store": [f"disk://{folder}/{name}?size=4GiB"]}
+        connector = {**module, "kv_role": "kv_both", "kv_connector_extra_config": stored}
+        places = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint")}
+        events = {"enable_kv_cache_events": True, "publisher": "zmq", **places}
+        cached = ("--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(events))
+        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        self._command = [*command, *where, *limits, *told, *cached]
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -524,6 +580,7 @@ def fleet(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path]]
         started: list[Process] = []
         if given.vllm:
             started += [VllmProcess(folder, name, given.vllm, model, given.model_name) for name in names]
+            os.environ["PYTHONPATH"] = str(_PAGES)  # the connector is imported from here
             for number, one in enumerate(started):
                 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(number % cores())
                 stack.callback(one.stop)
@@ -538,7 +595,7 @@ def fleet(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Path]]
         yield routed.url, model
 
 
-def read_arguments() -> argparse.Namespace:
+def read_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("flags", nargs="*", metavar="FLAGS", help="of the router, behind --")
@@ -547,23 +604,29 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=4, help="calls of tools in a session")
     parser.add_argument("--at-a-time", type=int, default=3, help="agents")
     parser.add_argument("--others", type=int, default=4, help="other clients")
-    parser.add_argument("--seed", type=int, default=3, help="of the model's weights")
+    parser.add_argument("--seed", type=int, default=3, help="of weights, folders and other clients")
     parser.add_argument("--record", type=Path, help="whole requests")
+    parser.add_argument("--write", action="store_true", help="the pages' tables")
     parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def main() -> int:
     given = read_arguments()
     given.model_name, root = "nano", given.folder.resolve()
     print(set_up(machine()), flush=True)
-    with tempfile.TemporaryDirectory(prefix="foreword-agents-") as text, fleet(given, Path(text)) as (url, model):
-        turns = asyncio.run(run(given, root, url))
-        tokenizer = Tokenizer.load(str(model))
-    if given.record:
-        record(turns, root, given.record)
-    judge(turns, tokenizer, 128 if given.vllm else 16)
-    return int(bool(report(root, turns)))
+    with tempfile.TemporaryDirectory(prefix="foreword-agents-") as text:
+        with fleet(given, Path(text)) as (url, model):
+            turns = asyncio.run(run(given, root, url))
+        judge(turns, Tokenizer.load(str(model)), 128 if given.vllm else 16)
+        found, wrong = results(root, turns), problems(turns)
+        print("\n".join([found, *wrong, *(f"{turn}, on purpose: {turn.shares}" for turn in turns if turn.moved)]))
+        print(f"{len(turns)} requests, {sum(turn.missed for turn in turns)} missed a prefix that a server had")
+        recording = given.record or Path(text) / "requests.jsonl"
+        record(turns, root, recording)
+        if given.write:
+            write_pages(found, recording)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def conversations(given: argparse.Namespace, tokenizer: Tokenizer) -> list[list[
 
 @dataclass
 class Run:
-    """What one run has shown.
+    """The results of one run.
 
     Attributes:
         paths: the replicas of each conversation, turn by turn.
@@ -194,7 +194,7 @@ async def started(given: argparse.Namespace, stack: AsyncExitStack, fleet: Seque
 
 
 def decide(router: Router, request: Request) -> Decision:
-    """What this router would do with a request now."""
+    """The decision of this router for a request now."""
     pool = router.pool("bench")
     prompt = TokenizedPrompt(request.body["prompt"], "client")
     session = f"{router.auth.rights.tenant({}).name}/{request.session}" if request.session else None

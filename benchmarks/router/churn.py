@@ -88,7 +88,7 @@ def read_arguments() -> argparse.Namespace:
 
 @dataclass
 class Bench:
-    """What both parts share."""
+    """The servers and settings of both parts."""
 
     given: argparse.Namespace
     folder: Path

@@ -34,7 +34,7 @@ class Process:
     """A process of `foreword`, or of a module that runs it, on its own port; what it says goes to a file."""
 
     def __init__(self, folder: Path, name: str, command: Sequence[str], module: Sequence[str] = ("foreword",)) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"{name}.log"
         self._command = [sys.executable, "-m", *module, *command, "--port", str(self.port)]
@@ -91,7 +91,7 @@ class Process:
             raise SystemExit(f"a process ended: {' '.join(self._command)}\n{self.log.read_text()[-2000:]}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
 
@@ -145,7 +145,7 @@ def _until_all(made: Process, count: int) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked: `body` has either `prompt` (completions) or `messages` (chat)."""
+    """A request: `body` has either `prompt` (completions) or `messages` (chat)."""
 
     body: dict[str, Any]
     session: str = ""
@@ -201,7 +201,7 @@ class Answer:
         return max((late - early for early, late in zip(self.events, self.events[1:], strict=False)), default=0.0)
 
     def wrong(self) -> str:
-        """What a complete stream would not have; empty for one that is complete."""
+        """The fault of a stream that is not complete; empty for one that is complete."""
         if self.error:
             return self.error
         if self.done != 1 or len(self.finishes) != 1:

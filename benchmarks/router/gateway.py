@@ -242,7 +242,7 @@ def rate(given: argparse.Namespace, folder: Path) -> int:
 
 @dataclass
 class Seen:
-    """What clients saw of one kill; times are seconds after it."""
+    """Answers that clients got around one kill; times are seconds after it."""
 
     streams: list[Answer | None]
     probes: list[Answer]

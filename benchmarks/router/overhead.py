@@ -1,4 +1,4 @@
-"""What the router costs: the same streaming load sent straight to a server, through nginx, and through the router.
+"""Measures the router's cost: the same streaming load sent straight to a server, through nginx, and through the router.
 
     python -m benchmarks.router.overhead [--rounds 4] [--streams 1000/0.1,2000/0.1,4000/0.2] [--events 16]
         [--vllm-router COMMAND]
@@ -55,7 +55,7 @@ SIDE_BY_SIDE = ("straight", "nginx", "vllm-router, cache aware", "router, vLLM, 
 
 @dataclass
 class Figures:
-    """What was seen of one contender."""
+    """Measurements of one contender."""
 
     alone: list[Seen] = field(default_factory=list)
     steady: list[Seen] = field(default_factory=list)
@@ -241,7 +241,7 @@ async def side_by_side(contenders: list[Contender], servers: Servers, given: arg
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What was seen while streams were held: events delivered per second, how late (p50, p99), shares of the cores, bytes of
+    """Measurements while streams were held: events delivered per second, how late (p50, p99), shares of the cores, bytes of
     the proxy's memory per stream."""
 
     events: float
@@ -285,7 +285,7 @@ async def hold(one: Contender, streams: int, pause: float, servers: Servers, win
     )
 
 
-# What is said
+# Tables
 
 
 def quantile(values: list[float], share: float) -> float:

@@ -1,4 +1,4 @@
-"""What a placement decision costs, by the number of replicas, and how close it is to pricing every replica.
+"""Measures a placement decision's cost, by the number of replicas, and how close it is to pricing every replica.
 
     python -m benchmarks.router.placement_scale [--replicas 8,64,512,1000,4000] [--requests 400]
 

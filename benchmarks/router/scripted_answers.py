@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
 # Tools that run a command, of the agents that are known; others are recognized by their name.
@@ -73,7 +74,7 @@ def _value(schema: Any, name: str, number: int, folder: str) -> Any:
 def _words(name: str, number: int, folder: str) -> str:
     if "path" in name or "file" in name:
         return f"{folder}/file{number}.txt"
-    return folder if "dir" in name else f"number {number}"
+    return folder if "dir" in name else f"number {number} of {PurePath(folder).name}"
 
 
 def calls_before(body: Mapping[str, Any]) -> int:

@@ -54,7 +54,7 @@ Report = dict[str, Any]
 
 @dataclass
 class Bench:
-    """What all workloads share."""
+    """The servers and settings of all workloads."""
 
     given: argparse.Namespace
     folder: Path
@@ -331,7 +331,7 @@ def moved(answers: Sequence[Answer]) -> int:
     return count
 
 
-# What is said about policies
+# Tables of policies
 
 
 def quantile(values: Sequence[float], share: float) -> float:

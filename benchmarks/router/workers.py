@@ -1,4 +1,4 @@
-"""What a request costs behind several workers of a router: processor time, by turns.
+"""Measures a request's cost behind several workers of a router: processor time, by turns.
 
     python -m benchmarks.router.workers [--workers 1,2] [--clients 8,16] [--rounds 6] [--requests 640]
 

@@ -1,4 +1,4 @@
-"""What a hostile request costs the others: the slowest `/health`, and the longest gap in another client's stream.
+"""Measures what a hostile request costs the others: the slowest `/health`, and the longest gap in another client's stream.
 
     python -m benchmarks.server.hostile_bodies [--max-body 32MiB] [--router] [--url URL]
 
@@ -117,7 +117,7 @@ class Others:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one hostile request, and the longest delays of the others while it ran."""
+    """The outcome of one hostile request, and the longest delays of the others while it ran."""
 
     kind: str
     size: int

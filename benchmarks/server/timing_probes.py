@@ -1,4 +1,4 @@
-"""What the time of an answer tells one tenant about the texts of another: the area under the curve, private and public.
+"""Measures what the time of an answer tells one tenant about another's texts: the area under the curve, private and public.
 
     python -m benchmarks.server.timing_probes [--probes 1000] [--tokens 512]
 

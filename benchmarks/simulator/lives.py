@@ -41,7 +41,7 @@ TENANT = b"tenant"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What a session does: a `request` with these messages, of which the last is the answer; `fork`, `compact` or `end`."""
+    """A step of a session: a `request` with these messages, of which the last is the answer; `fork`, `compact` or `end`."""
 
     at: float
     what: str
@@ -288,7 +288,7 @@ class Replay:
         return (self.memory is not None and key in self.memory) or key in self.disk
 
     def store(self, keys: Sequence[bytes], known: int) -> None:
-        """What was computed, and what was loaded from the disk, goes to memory."""
+        """Put blocks that were computed, or loaded from the disk, into memory."""
         assert self.memory is not None
         self.result.to_memory += sum(key not in self.memory for key in keys)
         for key in keys[known:]:
@@ -307,7 +307,7 @@ class Replay:
                 self.result.to_disk += 1
 
     def look(self, one: Prepared, name: str) -> None:
-        """What the server does with a request: find the conversation that it is nearest to."""
+        """Serve a request: find the conversation that it is nearest to."""
         request = GenerateRequest("chat", messages=one.event.messages[:-1], cache=CacheControl())
         conversation = self.finder.begin(request, "tenant")
         conversation.request = name

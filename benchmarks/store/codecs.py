@@ -1,4 +1,4 @@
-"""What the codecs of stored blocks save, cost and spoil, on the KV of real text.
+"""Measures what the codecs of stored blocks save, cost and spoil, on the KV of real text.
 
     python -m benchmarks.store.codecs [--texts 12] [--context 1024] [--following 256] [--json FILE]
 
@@ -56,7 +56,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the model says after some KV: logits `[following, vocabulary]`, the tokens that follow."""
+    """The model's answer after some KV: logits `[following, vocabulary]`, the tokens that follow."""
 
     logits: torch.Tensor
     greedy: list[int]

@@ -1,4 +1,4 @@
-"""What seals cost: loading blocks from a disk store, plain, signed (`integrity_secrets`) and encrypted, alternately in one
+"""Measures seals: loading blocks from a disk store, plain, signed (`integrity_secrets`) and encrypted, alternately in one
 process.
 
     python -m benchmarks.store.integrity --folder /dev/shm [--rounds 15] [--functions] [--forget 1000000]

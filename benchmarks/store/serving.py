@@ -1,4 +1,4 @@
-"""What an engine gains from a store, each claim compared in one run.
+"""Measures what an engine gains from a store, each claim compared in one run.
 
     python -m benchmarks.store.serving MODEL [--only ttft documents decode] [--redis redis://127.0.0.1:6379] [--folder DIR]
 

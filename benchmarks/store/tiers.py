@@ -1,4 +1,4 @@
-"""What the memory and the disk store add to copying memory and to plain files, alternately in one process.
+"""Measures what the memory and the disk store add to copying memory and to plain files, alternately in one process.
 
     python -m benchmarks.store.tiers --folder /var/tmp [--rounds 15] [--million]
 

@@ -1,4 +1,4 @@
-"""What the workloads of `vllm/offload.py` share: contenders in turn, records, comparisons, tables."""
+"""Parts that the workloads of `vllm/offload.py` share: contenders in turn, records, comparisons, tables."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ class Bench:
         return Running(contender, self.logs, private=self.arguments.private_network)
 
     def job(self, longest: int, device_tokens: int) -> dict[str, Any]:
-        """What a vLLM is started with: requests of at most `longest` tokens, and a device cache of so many tokens."""
+        """Arguments of a vLLM: requests of at most `longest` tokens, and a device cache of so many tokens."""
         blocks = -(-max(device_tokens, longest) // BLOCK) + 2
         return {
             "model": str(self.arguments.model),

@@ -1,4 +1,4 @@
-"""What the connector costs vLLM's thread in a step that moves no KV: processor time of all hooks, and calls of functions.
+"""Measures the connector's cost for vLLM's thread in steps without KV: processor time of all hooks, and calls of functions.
 
     PYTHONPATH=. ENVIRONMENT/bin/python -m benchmarks.vllm.hooks MODEL [--stores memory|both] [--steps 200]
 
@@ -126,7 +126,7 @@ def start(model: str, stores: list[str]) -> tuple[Any, HookMeter]:
 
 
 def decode(llm: Any, meter: HookMeter, running: int, waiting: int, steps: int, *, counts: bool) -> list[float]:
-    """What the hooks cost in each step that moves nothing, while requests decode."""
+    """The cost of the hooks in each step that moves nothing, while requests decode."""
     from vllm import SamplingParams
 
     draw = random.Random(running)

@@ -1,4 +1,4 @@
-"""What finding the namespace costs when a vLLM with Foreword's connector starts: the probe's computation, the attributes of the
+"""Measures how the connector finds the namespace at the start of a vLLM: the probe's computation, the attributes of the
 layers, reading and writing records, and opening the stores (docs/guides/vllm.md, "Who shares KV").
 
     PYTHON_WITH_VLLM -m benchmarks.vllm.probe MODEL [--starts 5]

@@ -138,7 +138,7 @@ def restart(bench: Bench) -> None:
 
 
 def restarts(bench: Bench) -> None:
-    """What new processes find on a disk, beside processes that keep the cores busy, and why not the rest."""
+    """Count blocks that new processes find on a disk while others keep the cores busy, and why they miss the rest."""
     arguments = bench.arguments
     draw = random.Random(arguments.seed)
     start = workloads.tokens(draw, 1700)

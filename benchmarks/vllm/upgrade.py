@@ -78,7 +78,7 @@ class Upgrades:
         return [f"disk://{folder}?size=16GiB"]
 
     def _read(self, reader: str, store: Path, plant: str = "") -> dict[str, Any]:
-        """What a fresh process of this release finds in the store, to which it adds nothing."""
+        """Blocks that a fresh process of this release finds in the store, to which it adds nothing."""
         [url] = self._url(store)
         return self._run(reader, [{"store": [f"{url}&read_only=1"], "passes": ["ask"]}], plant)[0]
 

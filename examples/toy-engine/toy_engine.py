@@ -77,7 +77,7 @@ class Model:
 
 
 class Prompt:
-    """What the engine has of one prompt."""
+    """One prompt in the engine."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)

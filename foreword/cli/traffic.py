@@ -68,10 +68,11 @@ def clients(
     if as_json:
         print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
     else:
-        print(_clients_markdown(found) if markdown else _clients_table(found))
+        print(clients_markdown(found) if markdown else _clients_table(found))
 
 
-def _clients_markdown(found: Sequence[ClientHits]) -> str:
+def clients_markdown(found: Sequence[ClientHits]) -> str:
+    """A row for each client."""
     head = "| Client | prompt tokens | next turn | new session | next turn, ordered | new session, ordered |"
     rows = ["| " + " | ".join((one.client, f"{one.prompt_tokens:,}", *_shares(one))) + " |" for one in found]
     return "\n".join([head, "|---|---|---|---|---|---|", *rows])

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _RETENTIONS_SECONDS: Final = 15.0
 # A record of a retention is renewed when this share of its ttl has passed since it was written.
 _RENEWAL: Final = 0.25
+# Seconds behind a use in which the blocks of an adopted retention come to faster tiers, and are pinned there once a second.
+_COMING: Final = 5
 
 
 class LeaseFollower:
@@ -39,6 +41,8 @@ class LeaseFollower:
         # By record key, until when the record says that it is kept, on the book's clock.
         self._written: dict[str, float] = {}
         self._due: dict[str, Lease[Any]] = {}  # under the book's lock
+        # Adopted ones that are not pinned in all tiers, by record key: seconds that are left since their first use, if any.
+        self._coming: dict[str, int | None] = {}
         pins.needed.append(lambda tenant: [one.keys for one in book.of(tenant) if one.stored])
         book.changed = self._changed
         self._scanned = time.monotonic()
@@ -53,6 +57,9 @@ class LeaseFollower:
         if one not in self._book:
             # At once: what begins under this key before the record is removed must be written anew.
             self._written.pop(key, None)
+            self._coming.pop(key, None)
+        elif key in self._coming and self._coming[key] is None:
+            self._coming[key] = _COMING
         written = self._written.get(key)
         if written is None or _lags(one, written):
             self._later(key, one)
@@ -91,8 +98,23 @@ class LeaseFollower:
     def _restore_pins(self) -> None:
         try:
             self._pins.tick()
+            for one in self._used_adopted():
+                self._pins.pin(one.root, one.keys)
         except StoreError as error:
             logger.warning("pinning a retained prefix: %s", error.message)
+
+    def _used_adopted(self) -> list[Lease[Any]]:
+        """Adopted retentions that were used in the last seconds. A slow tier may have their pins, and those before it nothing
+        until a request has loaded the blocks from there."""
+        with self._book.lock:
+            used = {key: left for key, left in self._coming.items() if left is not None}
+            for key, left in used.items():
+                if left > 1:
+                    self._coming[key] = left - 1
+                else:
+                    del self._coming[key]
+            known = [self._book.known(key.split("/")[2], bytes.fromhex(key.rpartition("/")[2])) for key in used]
+            return [one for one in known if one is not None and one.stored]
 
     def _write(self, key: str, one: Lease[Any]) -> None:
         ends = one.expires  # a use may move it meanwhile
@@ -143,8 +165,10 @@ class LeaseFollower:
     def _adopt(self, key: str, record: RetentionRecord) -> None:
         """Keep what another instance keeps, if it has the same blocks."""
         one = self._retained(key, record)
-        if record.block_size == self._block_size and self._book.adopt(one):
-            self._written[key] = one.expires
+        with self._book.lock:  # it may be released as soon as it is known
+            if record.block_size == self._block_size and self._book.adopt(one):
+                self._written[key] = one.expires
+                self._coming.setdefault(key, None)
 
     def _retained(self, key: str, record: RetentionRecord) -> Lease[Any]:
         left = self._records.left(key, record)

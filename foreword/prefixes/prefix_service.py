@@ -23,7 +23,7 @@ from foreword.blocks.salt import PUBLIC
 from foreword.errors import ForewordError, NotFound, StoreError
 from foreword.newest import Newest
 from foreword.prefixes.book import Content, Message, NamedPrefix, PrefixBook, content_of
-from foreword.prefixes.errors import UnknownPrefix
+from foreword.prefixes.errors import PrefixBudgetExceeded, UnknownPrefix
 from foreword.prefixes.lease_records import PrefixRecord
 from foreword.prefixes.stored_names import PrefixStorage
 from foreword.tasks import shared
@@ -36,6 +36,8 @@ _UNKNOWN_SECONDS = 0.1
 _MAX_TENANTS = 4096
 # How long a request that names a known prefix waits for the store.
 _KNOWN_NAME_WAIT = 0.25
+# Names whose records are looked for when the budget is spent.
+_MOST_ASKED = 64
 
 Result = TypeVar("Result")
 
@@ -145,7 +147,32 @@ class PrefixService:
         if self._storage is not None:
             self._storage.check_room(name, tokens, salt)
         prefix = NamedPrefix(name, version, held, tokens, time.time())
-        return Registration(self, prefix, self._reserve(name, tokens), salt=salt, replace=replace)
+        try:
+            lease = self._reserve(name, tokens)
+        except PrefixBudgetExceeded:
+            if not self._drop_removed():
+                raise
+            lease = self._reserve(name, tokens)
+        return Registration(self, prefix, lease, salt=salt, replace=replace)
+
+    def _drop_removed(self) -> bool:
+        """Drop names that other instances have removed. Their KV counts here until a listing shows it, for other tenants until
+        they ask, for what was registered here just now some seconds. Returns whether there were any."""
+        dropped = False
+        # A store that fails is not asked again: others wait for the lock.
+        with self._changing, contextlib.suppress(StoreError):
+            largest = sorted(self.book.all(), key=lambda one: one[1].bytes, reverse=True)
+            for salt, prefix in largest[:_MOST_ASKED]:
+                dropped |= self._dropped_if_removed(prefix, salt)
+        return dropped
+
+    def _dropped_if_removed(self, prefix: NamedPrefix, salt: bytes) -> bool:
+        if self._storage is None or self._storage.exists(prefix.name, salt):
+            return False
+        self.book.remove(prefix.name, salt=salt)
+        self._marked(salt)
+        self._unpin_stored([prefix.tokens], salt)
+        return True
 
     def repin(self, prefix: NamedPrefix, *, salt: bytes = b"") -> Registration:
         """Reserve budget for a version that is registered already and whose KV is not kept (any more). Raises

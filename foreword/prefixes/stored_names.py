@@ -97,6 +97,10 @@ class PrefixStorage:
         """Raises StoreError."""
         return self._records.get(self._key(name, salt))
 
+    def exists(self, name: str, salt: bytes) -> bool:
+        """Whether there is a record, also one that cannot be read. Raises StoreError."""
+        return self._records.exists(self._key(name, salt))
+
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
         """Write the record of a prefix, and pin its blocks. Raises StoreError."""
         content = prefix.content if isinstance(prefix.content, str) else tuple(map(dict, prefix.content))

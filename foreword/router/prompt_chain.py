@@ -17,7 +17,7 @@ from foreword.errors import BadRequest
 from foreword.routing.known_prompts import PromptChain
 
 _LINK_BYTES: Final = 16
-# Bytes of a piece of a prompt that is one text: each piece is a link.
+# Bytes of a piece of a text, or of a system message: each piece is a link.
 _PIECE: Final = 4096
 # Fields beside messages and tools that change how a template renders all of a chat.
 _SETTINGS: Final = ("documents", "chat_template", "chat_template_kwargs", "add_special_tokens")
@@ -55,13 +55,18 @@ def prompt_parts(request: GenerateRequest) -> Iterator[bytes]:
     if request.prompts:
         prompt = request.prompts[0]
         text = prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else b""
-        yield from (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+        yield from _pieces(text)
         return
     messages = _messages(request)
     leading = sum(1 for _ in takewhile(lambda one: one.role == "system", request.messages))
-    yield from messages[:leading]
+    for one in messages[:leading]:  # of one client they often differ in a line only
+        yield from _pieces(one)
     yield from map(bytes, request.body.only("tools").values())
     yield from messages[leading:]
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    return (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
 
 
 def _messages(request: GenerateRequest) -> list[bytes]:

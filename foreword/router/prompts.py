@@ -65,6 +65,8 @@ _MAX_HELD_BACK: Final = 64
 # Replicas asked to tokenize one prompt: the second if the first has not answered after this time.
 _MAX_ASKED: Final = 2
 _HEDGE_SECONDS: Final = 0.02
+# Tokens at the start of a prompt that no template changes when messages follow.
+_START: Final = 16
 # Tokens per byte of an unknown text.
 _BYTES_PER_TOKEN: Final = 4
 _NO_SALT: Final = Salt()
@@ -248,6 +250,8 @@ class PromptTokenizer:
             return TokenizedPrompt(prompt, "client") if are_ids else TokenizedPrompt((), "text")
         chain = prompt_chain(request, request.model or pool.model, salt)
         found = pool.known.find(chain, clock()) if chain is not None else None
+        if found is not None and (request.refusal is not None or request.model not in (None, pool.model)):
+            found = found._replace(held=found.sent)  # events do not name blocks with images or adapters
         body = _tokenize_body(request, prompt)
         if body is None or (request.refusal is not None and pool.kind == "foreword"):
             return _without_tokens(request, chain, found)
@@ -275,8 +279,11 @@ class PromptTokenizer:
             return _without_tokens(request, chain, found)
         if chain is not None:
             pool.known.learn(chain, tokens)
-        held = found.held if found is not None else {}
-        return TokenizedPrompt(tokens, "tokenizer" if local else "replica", chain, held=held)
+        if found is not None and not (local or _agree(tokens, found)):
+            return _without_tokens(request, chain, found._replace(held=found.sent))
+        return TokenizedPrompt(
+            tokens, "tokenizer" if local else "replica", chain, held=found.held if found is not None else {}
+        )
 
     async def text_of(
         self, before: Sequence[int], tokens: Sequence[int], sent: str, replicas: Sequence[Upstream]
@@ -335,7 +342,7 @@ class PromptTokenizer:
         assert upstream.info is not None and upstream.info.tokenize_path is not None
         try:
             found = await self._post(upstream, upstream.info.tokenize_path, data, self._timeout)
-            return array("I", found["tokens"])
+            return array("I", found["tokens"]) or None
         except (*CONNECTION_ERRORS, ReplicaFailed, KeyError, TypeError, ValueError, OverflowError):
             return None
 
@@ -449,6 +456,12 @@ def _worth(pool: TokenizingPool, size: int, found: KnownPrefix | None) -> float:
     known = min(len(found.tokens), found.total)
     located = max(known, sum(found.held.values()))
     return pool.worth_waiting(found.length - located if found.exact else found.total - known, known)
+
+
+def _agree(tokens: array[int], found: KnownPrefix) -> bool:
+    """Whether a replica's tokens begin as those of the turn before. Otherwise some of them are wrong."""
+    begins = tokens[:_START] == found.tokens[:_START]
+    return not found.exact or (begins and len(tokens) >= found.length // 2)
 
 
 def _learn_late(known: KnownPrompts, chain: PromptChain, pending: asyncio.Future[array[int] | None]) -> None:

@@ -187,7 +187,8 @@ class RoutedRequest:
     def finished(self, attempt: Attempt, counts: UsageCounts) -> None:
         """A replica served the request to its end."""
         self.router.ended(attempt, counts)
-        self.pool.finished(attempt, counts.cached, counts.output, counts.prompt)
+        alone = len(self.request.prompts) <= 1  # several prompts are counted together
+        self.pool.finished(attempt, counts.cached, counts.output, counts.prompt if alone else None)
         self.miss = self.router.misses.finished(self._served(attempt, counts))
         self.router.succeeded(attempt.upstream)
         if self.attempts:

@@ -257,10 +257,8 @@ class ReplicaPool:
         )
 
     def _held(self, prompt: TokenizedPrompt) -> Mapping[str, int]:
-        """Find the replica that has a part of the prompt that keys do not tell. Where it sends events, exact keys tell all."""
-        states = self.fleet.replicas
-        known = {url: tokens for url, tokens in prompt.held.items() if url in states}
-        return {url: tokens for url, tokens in known.items() if not (prompt.exact and states[url].sends_events)}
+        """Find the replica that has a part of the prompt that keys do not tell."""
+        return {url: tokens for url, tokens in prompt.held.items() if url in self.fleet.replicas}
 
     def worth_waiting(self, tokens: int, before: int) -> float:
         """Seconds that a request may wait to learn the last `tokens` tokens of its prompt: what it would take to compute them.
@@ -519,7 +517,7 @@ class ReplicaPool:
         self, attempt: Attempt, cached: int | None, output: int | None, prompt_tokens: int | None = None
     ) -> None:
         """The attempt succeeded. `cached` and `prompt_tokens` are as reported by the replica."""
-        if prompt_tokens and attempt.prompt.chain is not None and not attempt.prompt.exact:
+        if prompt_tokens and attempt.prompt.chain is not None:
             self.known.counted(attempt.prompt.chain, prompt_tokens)
         if cached is not None and attempt.prompt.source == "text":
             # The prompt was compared as text: convert to its units.

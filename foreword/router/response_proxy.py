@@ -68,7 +68,9 @@ async def proxy_response(proxied: ProxiedRequest) -> Answer | None:
         return await proxy.run()
     except (ForewordError, ClientGone):
         raise
-    except Exception as error:  # noqa: BLE001 - the edge of one request, whose stream may have begun
+    except Exception as error:
+        if not proxy.client.begun:
+            raise
         await proxy.broke(error)
         return None
     except asyncio.CancelledError:
@@ -79,6 +81,7 @@ async def proxy_response(proxied: ProxiedRequest) -> Answer | None:
         return None
     finally:
         proxy.client.stop()
+        vars(proxy).pop("_error", None)  # its traceback refers to the proxy
         if proxy.stream.begun or proxy.stream.done:  # an answer may have tokens and no text
             proxied.usage = proxy.stream.usage
 
@@ -146,8 +149,6 @@ class _ResponseProxy:
 
     async def broke(self, error: Exception) -> None:
         """Something raised that no code expects, for this request alone: its client gets an error, also behind the head."""
-        if not self.client.begun:
-            raise error
         proxied = self.proxied
         proxied.router.metrics.unexpected(error)
         logger.error("request %s failed", proxied.request_id, exc_info=error)
@@ -606,6 +607,7 @@ class _ResponseProxy:
             raise error
         logger.warning("request %s ends with an error: %s", self.proxied.request_id, error.message)
         self.proxied.call.failure = error
+        error.__traceback__ = error.__context__ = error.__cause__ = None  # they refer to the call
         held = self.stream.take_finish() if self.proxied.translation is None else b""
         await self.client.write(held + self._error_event(error))
         await self._close()

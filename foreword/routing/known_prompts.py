@@ -61,14 +61,15 @@ class KnownPrefix(NamedTuple):
             adds to what it has rendered.
         length: tokens of its known part, at least as many as `tokens`.
         total: estimated tokens of all of it.
-        held: the replica to which the known part was sent when its tokens were not known, with its length: no table of blocks
-            has it. At most one.
+        sent: the replica to which the known part was sent, with its length. At most one.
+        held: the same if its tokens were not known then, or were not the replica's: no table of blocks has it.
     """
 
     tokens: array[int]
     exact: bool
     length: int
     total: int
+    sent: Mapping[str, int]
     held: Mapping[str, int]
 
 
@@ -154,8 +155,9 @@ class KnownPrompts:
         length = link.tokens if link.whole else int(_SURE * link.tokens)
         rest = round((chain.sizes[-1] - link.size) * one.rate())
         fresh = one.replica and one.joined == self._joined[one.replica] and now - one.placed_at <= self.ttl
-        held = {one.replica: length} if fresh and not one.by_keys and length else {}
-        return KnownPrefix(one.tokens[:length], link.whole, length, max(link.tokens + rest, 1), held)
+        sent = {one.replica: length} if fresh and length else {}
+        held = {} if one.by_keys else sent
+        return KnownPrefix(one.tokens[:length], link.whole, length, max(link.tokens + rest, 1), sent, held)
 
     def learn(self, chain: PromptChain, tokens: array[int]) -> None:
         """A prompt has these tokens. They may become known after it was placed."""
@@ -166,12 +168,16 @@ class KnownPrompts:
         self._keep(key, one)
 
     def counted(self, chain: PromptChain, tokens: int) -> None:
-        """A replica says how many tokens a prompt had."""
+        """A replica says how many tokens a prompt had. Another number than is known shows that those known are not its own."""
         found = self._find(chain)
         if found is not None and found[0] == len(chain.links) - 1:
             one = self._kept[found[1]]
-            if not one.links[chain.links[-1]].whole:
-                self._counted(chain, one, tokens)
+            link = one.links[chain.links[-1]]
+            if link.whole and link.tokens == tokens:
+                return
+            if link.whole:
+                one.tokens, one.by_keys = array("I"), False
+            self._counted(chain, one, tokens)
 
     def placed(self, chain: PromptChain, tokens: int, replica: str, now: float, *, by_keys: bool) -> None:
         """A prompt of about so many tokens was sent to a replica. `by_keys`: all of its blocks are known."""

@@ -7,17 +7,20 @@ own, at most one at a time. No lock is held meanwhile, and a key that is known i
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
 import re
 import select
 import shlex
+import shutil
 import signal
 import stat
 import subprocess
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -38,6 +41,10 @@ _MAX_BYTES: Final = 1 << 16
 _STEP_SECONDS: Final = (
     0.05  # between two looks whether the command has ended while other processes have its output open
 )
+# Kills a group, whose number is the first line of its input, when that ends without another line.
+_KILLS_BEHIND: Final = 'read -r group && { read -r done || kill -KILL "-$group"; }'
+# Gives it the number of its group, before it runs what follows.
+_TIED: Final = ("/bin/sh", "-c", 'echo $$ >&0; exec "$@" </dev/null', "sh")
 _AGAIN_SECONDS: Final = 5.0  # between the end of an attempt to find an unknown key and the next one
 _WAIT_SECONDS: Final = 1.0  # that calls wait for an attempt, counted from its start
 
@@ -154,24 +161,28 @@ def _output(command: list[str]) -> str:
     """The output of a command, within limits of time and length. Raises ConfigError without repeating it.
 
     The command leads a process group. On every way out but success the whole group is killed: a shell is rarely what hangs.
+    So it is if this process is killed meanwhile, where there is a shell to see to it.
     """
     what = f"encryption.master_key_command {command[0] if command else ''!r}"
     status = None
     try:
-        running = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
-        )
-        assert running.stdout is not None
-        with running.stdout as stdout:
-            try:
-                read = _read_limited(running.pid, stdout.fileno(), time.monotonic() + _COMMAND_SECONDS)
-                if read is not None:
-                    status = running.wait()
-            finally:
-                if status is None:  # the leader has not been reaped, so the number of the group is still its own
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(running.pid, signal.SIGKILL)
-                    running.wait()
+        if shutil.which(command[0]) is None and not os.path.exists(command[0]):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        with _killed_behind() as (tied, stdin):
+            running = subprocess.Popen(
+                [*tied, *command], stdin=stdin, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+            )
+            assert running.stdout is not None
+            with running.stdout as stdout:
+                try:
+                    read = _read_limited(running.pid, stdout.fileno(), time.monotonic() + _COMMAND_SECONDS)
+                    if read is not None:
+                        status = running.wait()
+                finally:
+                    if status is None:  # the leader has not been reaped, so the number of the group is still its own
+                        with contextlib.suppress(ProcessLookupError, PermissionError):
+                            os.killpg(running.pid, signal.SIGKILL)
+                        running.wait()
         text = (read or b"").decode("ascii")
     except (OSError, ValueError, IndexError) as error:
         raise ConfigError(f"{what}: {reason_of(error)}") from None
@@ -180,6 +191,32 @@ def _output(command: list[str]) -> str:
     if status:
         raise ConfigError(f"{what} failed with status {status}")
     return text
+
+
+@contextlib.contextmanager
+def _killed_behind() -> Iterator[tuple[Sequence[str], int]]:
+    """The start of a command and its input, with which its process group is killed if this process ends before the context
+    does: a shell waits for the end of a pipe. Without a shell nothing does it."""
+    try:
+        shell = subprocess.Popen(
+            ("/bin/sh", "-c", _KILLS_BEHIND),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+    except OSError:
+        shell = None
+    if shell is None or shell.stdin is None:
+        yield (), subprocess.DEVNULL
+        return
+    try:
+        yield _TIED, shell.stdin.fileno()
+    finally:
+        with contextlib.suppress(OSError):  # it was killed
+            shell.stdin.write(b"done\n")
+        shell.communicate()
 
 
 def _read_limited(process: int, handle: int, deadline: float) -> bytes | None:

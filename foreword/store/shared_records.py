@@ -148,6 +148,10 @@ class SharedRecords(Generic[Shared]):
                 return value
         return None
 
+    def exists(self, key: str) -> bool:
+        """Whether a store has a record, sound or not, now. Raises StoreError if one that does not answer may have it."""
+        return any(self._store.record_copies(key, deadline=time.monotonic() + self._seconds))
+
     def remove(self, key: str) -> bool:
         """Raises StoreError: a record that stays in a store would come back."""
         self._written.pop(key, None)

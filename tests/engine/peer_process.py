@@ -68,7 +68,7 @@ class Process:
         self.popen.wait(PATIENCE)
         for pipe in (self.popen.stdin, self.popen.stdout):
             if pipe is not None:
-                # What was not written any more is not missed.
+                # A block that was not written any more is not missed.
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
 

@@ -21,7 +21,7 @@ from benchmarks.gpu.plan import DECISIONS, LONG, STEPS, TOTAL, Plan, PlanStep
 from benchmarks.gpu.verdicts import verdicts
 
 ROOT = Path(__file__).parents[2]
-# What a machine for experiments may not have: importing them fails.
+# Packages that a machine for experiments may not have: importing them fails.
 ABSENT = ["zstandard", "starlette", "uvicorn", "zmq", "aiohttp", "prometheus_client"]
 BLOCK = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))"
 # The rows of a tiny run, by step, as their words begin.

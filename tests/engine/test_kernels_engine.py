@@ -359,6 +359,16 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         compiled_code.library()
 
 
+def test_a_compiler_that_its_parent_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The system limits the time of a compiler, and so ends one whose parent was killed and cannot."""
+    script = f'case "$1" in --version) echo 1;; *) ulimit -t > {tmp_path}/limit; exit 1;; esac'
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, script)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(CannotBuild):
+        compiled_code.library()
+    assert (tmp_path / "limit").read_text(encoding="ascii") == "300\n"
+
+
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An unwritable cache folder is an error that names the folder and the setting."""
     (tmp_path / "file").write_text("", encoding="utf-8")

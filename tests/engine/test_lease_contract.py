@@ -236,6 +236,46 @@ def test_pins_outlive_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (place.kept(), place.memory.records("retained/", deadline=time.monotonic() + 60)) == (0, [])
 
 
+def test_blocks_that_come_back_to_a_faster_tier_are_pinned() -> None:
+    """A retention that was adopted from its record is pinned in a tier that gets its blocks only when they are used, a moment
+    later, too. One that has ended meanwhile is not."""
+    root, deadline = bytes(range(32)), time.monotonic() + 60
+    chains = [make_frames(number, 2, 100, root=root) for number in (1, 2)]
+    slow = MemoryStore(1 << 20)
+    group = StoredGroup(KVGroup(GroupKind.FULL, SIZE), (LAYOUT,))
+
+    @contextmanager
+    def followed(*stores: MemoryStore) -> Iterator[tuple[Leases[bytes], LeaseFollower]]:
+        store = TieredStore(stores)  # it is not closed: the slow one outlives it
+        book = Leases[bytes](100, 100, block_bytes=1)
+        follower = LeaseFollower(book, store, StorePins(store, MODEL, [group]), SIZE)
+        try:
+            yield book, follower
+        finally:
+            follower.close(60)
+
+    keys = [[one.header.key for one in frames] for frames in chains]
+    with followed(slow) as (book, follower):
+        for frames, chain in zip(chains, keys, strict=True):
+            put_all(slow, frames)
+            book.retain(TENANT, root, chain, chain, Retention(2 * SIZE, None, 0), block_size=SIZE, whole=False)
+        assert follower.flush(60)
+    fast = MemoryStore(1 << 20)
+    for key in slow.records("", deadline=deadline):  # memory forgets its records with its process
+        fast.put_record(key, slow.get_record(key, deadline=deadline) or b"", deadline=deadline)
+    with followed(fast, slow) as (book, follower):
+        assert [len(book.on_path(TENANT, chain)) for chain in keys] == [1, 1]
+        follower._jobs.add(follower._tick)
+        assert follower.flush(60) and fast.status().pinned_bytes == 0
+        for frames in chains:
+            put_all(fast, frames)
+        book.release(TENANT, keys[1])
+        follower._jobs.add(follower._tick)
+        assert follower.flush(60)
+        assert fast.status().pinned_bytes == slow.status().pinned_bytes == sum(len(one.data) for one in chains[0])
+        assert fast.status().pinned_bytes > 0
+
+
 def test_blocks_that_are_written_later_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connector's blocks are written after a request asked to keep them: they are pinned once they are there, unless their
     lease has ended before."""

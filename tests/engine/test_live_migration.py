@@ -163,7 +163,7 @@ def test_back_and_forth(nodes: tuple[Node, Node], name: str, length: int) -> Non
         assert found.same(expected)
         assert found.last is not None and found.last.prompt_tokens == length
         assert found.last.cache_report is not None and found.last.cache_report.computed_tokens == length
-        # What a request generates beyond GROWTH before its offer is accepted is computed again.
+        # Tokens that a request generates beyond GROWTH before its offer is accepted are computed again.
         assert nodes[1].said.prefill_tokens == 0 or max(grown) >= GROWTH
         for each in nodes:
             await each.whole()

@@ -137,7 +137,7 @@ def serve(served: BlockServer, names: Sequence[bytes], longest: int = 1 << 20) -
     return found + [None] * (len(names) - len(found))
 
 
-# What is read
+# Reads
 
 
 @pytest.mark.parametrize("family", represented(["llama", "gemma2", "mixtral", "deepseek_v2"], "gemma2"))
@@ -310,7 +310,7 @@ def test_a_wrong_secret(engine: Make, reference: Find, giver: Any, monkeypatch: 
             reference("llama").check(tokens, output.outputs[0], 4)
 
 
-# What goes wrong
+# Failures
 
 
 class Wire:
@@ -456,7 +456,7 @@ def test_a_process_that_is_killed_and_comes_back(
         a.kill()
 
 
-# What it costs the engine that is read
+# The costs for the engine that is read
 
 
 @pytest.mark.extended

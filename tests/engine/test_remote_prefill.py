@@ -555,7 +555,7 @@ def test_over_a_store(folder: Callable[[str], Path], nodes: tuple[Node, Node], t
         assert again.same(expected)
         assert again.last is not None and again.last.cache_report is not None
         assert again.last.cache_report.loaded_tokens == {"memory": 48}
-        # What the store has not is asked for.
+        # Blocks that the store has not are asked for.
         await engine.clear_cache()
         longer = [*tokens, *prompt(40, 15)]
         third = await ask(engine, longer, GREEDY, prefill.address)

@@ -292,7 +292,7 @@ def test_failed_prefill_leaves_nothing() -> None:
     third = plant.add(range(14), 3)
     plant.step()
     assert third.cached_tokens == 0
-    # What earlier steps computed stays.
+    # Blocks that earlier steps computed stay.
     fail(plant)
     fourth = plant.add(range(14), 3)
     plant.step()

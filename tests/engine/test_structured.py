@@ -65,7 +65,7 @@ PATTERNS = {
 }
 CHOICES = ("yes", "no", 'a "quoted" \\ one\n', "été")
 LARK = 'start: "<" WORD ">" start* "</" WORD ">"\nWORD: /[a-z]{1,8}/'
-# What vLLM's documentation shows is in this syntax.
+# The examples of vLLM's documentation are in this syntax.
 EBNF = 'root ::= "<" name-of-it ">" root* "</" name-of-it ">"  # start: ...\n name-of-it ::= [a-z]{1,8}'
 
 

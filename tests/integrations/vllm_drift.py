@@ -218,7 +218,7 @@ def own_members(node: ast.ClassDef) -> dict[str, ast.stmt]:
     return found
 
 
-# What Foreword uses
+# Names of vLLM that Foreword uses
 
 
 @dataclass

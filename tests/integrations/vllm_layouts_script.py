@@ -297,7 +297,7 @@ class Refused(Exception):
     """vLLM does not build this."""
 
 
-# What vLLM's model runners do
+# The work of vLLM's model runners
 
 
 class Registered:

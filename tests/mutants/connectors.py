@@ -114,7 +114,7 @@ def each_block(save: BlockSave) -> list[BlockSave]:
     ]
 
 
-# What is loaded
+# Loads
 
 
 class SwappedLayers(Mutant):
@@ -317,7 +317,7 @@ class ErrorsUnreported(Mutant):
         return set()
 
 
-# What is saved
+# Saves
 
 
 class LateSaves(Mutant):

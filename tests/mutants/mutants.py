@@ -47,6 +47,35 @@ _SCOPE = "given = (self.model, *self.salt) if self.salt.client else (self.model,
 _CHAIN = "parent = sha256(parent + data[start : start + width]).digest()"
 
 MUTANTS = (
+    # Deletions, erasures and retentions that outlive what asked for them
+    Mutant(
+        "offload: a queued deletion removes blocks that were saved again",
+        "foreword/offload/manager.py",
+        "                    self._unsaved.pop(key, None)\n",
+        "                    pass\n",
+        ("tests/test_offload.py",),
+    ),
+    Mutant(
+        "tiers: a forked child waits for a late read of its parent",
+        "foreword/store/tier_threads.py",
+        "        self.filling = Filling()\n",
+        '        self.filling: Filling = getattr(self, "filling", None) or Filling()\n',
+        ("tests/test_offload.py",),
+    ),
+    Mutant(
+        "disk: pieces that an erasure has changed are not synced",
+        "foreword/store/disk/synced.py",
+        "                    yield piece.path\n",
+        "                    pass\n",
+        ("tests/store/test_erasure.py",),
+    ),
+    Mutant(
+        "retentions: an adopted one is pinned once, at its use",
+        "foreword/prefixes/lease_follower.py",
+        "            self._coming[key] = _COMING",
+        "            self._coming[key] = 1",
+        LEASES,
+    ),
     # Lookups: one outcome each
     Mutant(
         "placement: nothing is charged for what others wait",

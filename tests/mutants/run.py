@@ -75,7 +75,7 @@ class Copy:
         command = [sys.executable, "-m", "pytest", *chosen, *mutant.tests]
         cache = str(self._folder / "cache")
         given = {**os.environ, "PYTHONPATH": str(self._folder), "XDG_CACHE_HOME": cache, "PYTHONDONTWRITEBYTECODE": "1"}
-        # What a failed test leaves running must not outlive it, nor hold a pipe that is waited for.
+        # Processes that a failed test leaves must not outlive it, nor hold a pipe that is waited for.
         quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         process = subprocess.Popen(command, cwd=self._folder, env=given, start_new_session=True, **quiet)
         try:

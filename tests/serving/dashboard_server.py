@@ -85,7 +85,7 @@ def open_dashboard_server(folder: Path) -> Iterator[DashboardServer]:
     registry = PrometheusObserver()
     engine = AsyncEngine.from_config(ENGINE, prefixes=PrefixConfig(), store=store, observers=[registry])
     assert engine.offload is not None
-    # What is found is loaded, however slow this machine is at the moment.
+    # Blocks that are found are loaded, however slow this machine is at the moment.
     engine.offload.costs.prefill_rate = float
     registry.watch(engine)
     keyed = ServerConfig(port=0, api_keys=("ann=k1", "bob=k2"), tenant_secret="a secret of the tests")

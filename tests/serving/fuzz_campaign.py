@@ -51,7 +51,7 @@ GROWTH = 16.0  # MiB, after the first quarter
 _ASKED_FOR = re.compile(rb'"code": ?"(transfer_\w+|deadline_exceeded|store_\w+)"')
 _OWN = re.compile(rb'internal_error|engine_error|"server_error"|"api_error"|Traceback|Server got itself in trouble')
 
-# What the picker says last before the replica answers.
+# The picker's last message before the replica answers.
 _LAST = ("request_body", "immediate_response")
 
 

@@ -16,7 +16,7 @@ PROMPT_IDS = [7, 8, 9]
 FIRST_TOKEN = 100
 FLOOD = 4000
 ERROR = {"message": "no", "type": "BadRequestError", "code": 400}
-# What is sent after the third word of a stream.
+# Bytes that are sent after the third word of a stream.
 PIECES = {
     "done early": b"data: [DONE]\n\n",
     "bytes that are not text": b"data: \x00\xff\xfe not json\n\n",

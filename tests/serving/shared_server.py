@@ -57,7 +57,7 @@ LIMITED = ServerConfig(
     api_keys=("alice=alice-key", "bob=bob-key", "carol=carol-key", "dave=dave-key"),
     quotas=("alice requests=2", "bob concurrent=1", "carol tokens=30"),
 )
-# What a router says to a server that believes it.
+# Headers of a router, for a server that believes it.
 ROUTER_KEY = "router-key"
 # Bytes that the kernel keeps for a client of LIMITED that does not read.
 SEND_BUFFER = 1 << 16

@@ -385,7 +385,7 @@ class Fleet:
         self._ask(self.url, f"{self._asked} {TEXT}")
         assert self._subscriber.poll(int(CALL * 1000)), "no event"
 
-    # What strangers may send, and may not learn
+    # Requests that strangers may send, and facts that they may not learn
 
     def _record(self) -> None:
         """Let real clients talk to each port, with and without the key, and keep what they send."""

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from foreword.transfer.wire_format import NO_TRANSFER, Get, Hello, encode
 
-# What is sent in a row on one connection.
+# Messages that are sent in a row on one connection.
 Pieces = list[bytes]
 Maker = Callable[[random.Random], Pieces]
 

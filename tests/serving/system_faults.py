@@ -175,7 +175,7 @@ class Faults:
                     new = change(here, there)
                     client.mset({one: bytes(new[0]), two: bytes(new[1])})
 
-    # What an operator does
+    # The work of an operator
 
     def migrate(self, draw: random.Random, window: Window) -> None:
         source, target = draw.sample(self.fleet.replicas, 2)

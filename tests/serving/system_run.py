@@ -24,6 +24,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import signal
 import sys
 import time
@@ -47,8 +48,9 @@ EPOCH = 6  # rounds with the same prompts
 KEPT = "kept"
 KEPT_CONTENT = [{"role": "system", "content": "def answer(question): return the shortest true answer. " * 6}]
 PATIENCE = 60.0
-BLOCK_BYTES = 16 * 4608  # of the embedded model in float32
-# What a process may have beyond its level after its first round: idle connections and threads.
+BLOCK_TOKENS = 16
+BLOCK_BYTES = BLOCK_TOKENS * 4608  # of the embedded model in float32
+# The most that a process may have beyond its level after its first round: idle connections and threads.
 SLACK = {"files": 64, "threads": 48, "MiB": 192}
 QUIET = (
     "vllm:num_requests_running",
@@ -56,7 +58,7 @@ QUIET = (
     "foreword:transfer_under_way",
     "foreword:store_queued_blocks",
 )
-# What shows that the paths under test were taken; of processes that were not killed in the same round.
+# Counters that show that the paths under test were taken; of processes that were not killed in the same round.
 EVENTS = {
     "blocks loaded from stores": "foreword:store_loaded_blocks_total",
     "damaged blocks refused": "foreword:tier_bad_blocks_total",
@@ -116,6 +118,8 @@ class Run:
         self._first: dict[int, dict[str, int]] = {}
         self._counted: dict[tuple[int, str], float] = {}
         self._seen = 0
+        self.names: dict[str, list[tuple[str, float, float]]] = {}
+        self._uncertain: set[str] = set()  # names whose last change has failed
 
     async def begin(self) -> None:
         self.faults = Faults(self.fleet)
@@ -129,7 +133,7 @@ class Run:
         self.faults = Faults(self.fleet)
         self.library = Library(f"{self.seed}/library/{number // EPOCH}")
         self.reference.contents.update(self.library.named)
-        self.names: dict[str, list[tuple[str, float, float]]] = {name: [] for name in self.library.named}
+        self.names = {name: [] for name in self.library.named}
         self._ended = asyncio.Event()
         self._sent = 0
         workers = [asyncio.create_task(self._clients()) for _ in range(CLIENTS)]
@@ -265,13 +269,30 @@ class Run:
         excuses = ["router", *(server.name for server in self.fleet.servers)]
         if failure.startswith("503"):  # what a named prefix is recorded in does not answer
             excuses.append("store")
-        # A name whose change failed may be there, and hold its share of the budget.
-        uncertain = "prefix_budget_exceeded" in failure and any(
-            kind == "unknown" for changes in self.names.values() for kind, _, _ in changes[-1:]
-        )
-        if failure and not uncertain and not self.faults.overlapping(began, time.monotonic(), *excuses):
+        (self._uncertain.add if failure else self._uncertain.discard)(name)
+        full = "prefix_budget_exceeded" in failure
+        if full:  # a store that does not answer does not say which names were removed elsewhere
+            excuses.append("store")
+        accounted = full and await self._accounted(done.text)
+        if failure and not accounted and not self.faults.overlapping(began, time.monotonic(), *excuses):
             self.result.odd.append(f"{method} of a prefix: {failure}")
         return not failure and done.status_code != 404
+
+    async def _accounted(self, refusal: str) -> bool:
+        """Whether names take all that is pinned where a budget is spent: those that are registered, or whose last change has
+        failed, in this round or before. Else a server keeps what no name has."""
+        said = re.search(r"of the ([0-9,]+) bytes that named prefixes may pin ([0-9,]+) are left", refusal)
+        budget, left = (int(one.replace(",", "")) for one in said.groups()) if said else (1, 0)
+        removed = {name for name, changes in self.names.items() if [kind for kind, _, _ in changes[-1:]] == ["delete"]}
+        for server in self.fleet.replicas:
+            try:
+                listed = (await asyncio.to_thread(http_client.get, f"{server.url}/v1/prefixes")).json()["data"]
+            except (httpx.HTTPError, ValueError, KeyError):  # it was killed meanwhile
+                continue
+            names = {one["id"]: one["num_tokens"] // BLOCK_TOKENS * BLOCK_BYTES for one in listed}
+            if sum(size for name, size in names.items() if name not in removed - self._uncertain) >= budget - left:
+                return True
+        return False
 
     # Faults
 

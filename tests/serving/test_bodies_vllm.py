@@ -31,7 +31,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "text": (lambda folder: NANO, ()),
     "images": (IMAGES.build, ("--chat-template", SHOWN_BY_TEMPLATE, "--max-model-len", "512")),
 }
-# What differs between two answers to one request.
+# Fields that differ between two answers to one request.
 _NAMES = (
     "id|item_id|call_id|response_id|tool_use_id|request_id|created|created_at|completed_at|system_fingerprint|signature"
 )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, ClassVar
 
 import httpx
 import pytest
+from aiohttp import web
 from hostile_replica import HostileReplica
 from router_parts import ANY_PORT, Loop, RouterThread
 from shared_server import until
@@ -19,6 +23,7 @@ METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 OF_A_REQUEST = frozenset(
     {
         *("Call", "Ending", "HeldBody", "ClientBody", "GenerateRequest", "BadRequest", "UnknownModel"),
+        *("ProxiedRequest", "_ResponseProxy", "StreamMachine", "EventStream", "ReplicaFailed"),
         *("_GatewayExchange", "Accounting", "Pick", "RoutedRequest", "Attempt", "ResponseStream", "ObservedResponse"),
     }
 )
@@ -134,3 +139,49 @@ def test_nothing_is_left_of_a_request_whose_client_left(fronts: Fronts) -> None:
 def test_nothing_is_left_of_a_routers_request(fronts: Fronts, kind: str) -> None:
     """A router's request that no replica gets is freed at once."""
     nothing_is_left(lambda: fronts.http(*REQUESTS[kind]))
+
+
+class Flaky(HostileReplica):
+    """Answers each prompt as `first` says when it comes for the first time, to any of them, and then well."""
+
+    known: ClassVar[set[str]] = set()
+    first: ClassVar[str] = ""
+    always: ClassVar[bool] = False
+
+    async def _behave(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        prompt = body["prompt"]
+        new = isinstance(prompt, str) and prompt not in self.known
+        self.known.add(str(prompt))
+        self.mode = self.first if new or self.always else ""
+        return await super()._behave(request, body)
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[RouterThread]:
+    """A router in front of two such replicas, in this process."""
+    loop = Loop()
+    router = RouterThread(*(word for _ in range(2) for word in ("--replica", Flaky(loop).url)))
+    yield router.wait_for(2)
+    router.kill()
+
+
+@pytest.mark.parametrize("ends", ["answered", "left", "failed"])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("first", ["", "400", "500", "cut JSON", "half an event", "choices are numbers"])
+def test_nothing_is_left_of_a_proxied_request(proxy: RouterThread, first: str, streams: bool, ends: str) -> None:
+    """A request that a replica got is freed at once, however that one answered, whether another one answered it then, continued
+    its stream, or failed too, and whether its client has waited for the end."""
+    leaves, Flaky.first, Flaky.always = ends == "left", first, ends == "failed"
+    numbers = itertools.count()
+    with closing(httpx.Client(base_url=proxy.url, timeout=60)) as client:
+
+        def ask() -> None:
+            prompt = f"{first} {streams} {ends} {next(numbers)}"
+            body = {"model": "m", "prompt": prompt, "max_tokens": 5, "stream": streams, "temperature": 0}
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                if not leaves:
+                    answer.read()
+
+        before = len(Flaky.known)
+        nothing_is_left(ask)
+        assert len(Flaky.known) >= before + (1 if Flaky.always else 11)

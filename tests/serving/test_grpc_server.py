@@ -321,7 +321,7 @@ def test_a_connection_that_is_wrong_ends_alone(served: Served, frames: list[byte
     with suppress(OSError):  # the connection may end before all was sent
         raw.send(*frames)
     codes = [int.from_bytes(data[4:8]) for kind, *_, data in raw.frames() if kind == AWAY]
-    # What was sent and not read takes the reason with it.
+    # Bytes that were sent and not read take the reason with them.
     assert codes == [code] or (not codes and len(frames) > 100)
     raw.close()
     assert served.echo(b"another") == [b"another"]

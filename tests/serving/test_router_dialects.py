@@ -18,7 +18,7 @@ from foreword.blocks.salt import Salt
 TOOL = {"name": "weather", "description": "Now.", "input_schema": {"type": "object", "properties": {"city": {}}}}
 FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 ASKED: list[Any] = [{"role": "user", "content": "The weather in Rome?"}]
-# What the router asks of each replica.
+# Paths that the router asks each replica for.
 PROBED = {"/ready", "/metrics", "/kv_event_sources", "/tokenize", "/v1/responses", "/v1/messages"}
 KEYS = ["--api-keys", "a=alice", "--api-keys", "b=bob", "--replica-key", "r"]
 

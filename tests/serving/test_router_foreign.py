@@ -30,7 +30,7 @@ SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_tex
 ANSWER = {"id": "resp_1", "object": "response", "status": "completed", "output": [SAID], "usage": USAGE}
 MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "content": [], "usage": {"input_tokens": 4}}
 TEXT = "Look. " * 300
-# What Codex sends, about.
+# About the body that Codex sends.
 CODEX = {
     "model": "m",
     "input": [

@@ -57,15 +57,23 @@ class CountingReplica(ScriptedReplica):
     def routes(self) -> list[web.RouteDef]:
         return [web.post("/tokenize", self._tokenize), web.post("/v1/chat/completions", self._chat)]
 
+    def tokens_of(self, body: dict[str, Any]) -> list[int]:
+        return ids_of(body)
+
+    def heads(self, tokens: list[int], body: dict[str, Any]) -> list[tuple[int, ...]]:
+        """The prefixes of a prompt that end with a block."""
+        return [tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+
     async def _tokenize(self, request: web.Request) -> web.Response:
-        tokens = ids_of(await request.json())
+        tokens = self.tokens_of(await request.json())
         self.asked += 1
         await self._speaks.wait()
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 100_000})
 
     async def _chat(self, request: web.Request) -> web.Response:
-        tokens = ids_of(await request.json())
-        heads = [tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+        body = await request.json()
+        tokens = self.tokens_of(body)
+        heads = self.heads(tokens, body)
         hit = BLOCK * next((at for at, one in enumerate(heads) if one not in self._cached), len(heads))
         self._cached.update(heads)
         usage = {
@@ -102,7 +110,7 @@ def routed(
         router.kill()
 
 
-def ask(router: RouterThread, messages: Sequence[dict[str, str]], **more: Any) -> tuple[int, int]:
+def ask(router: RouterThread, messages: Sequence[dict[str, Any]], **more: Any) -> tuple[int, int]:
     """Prompt tokens and cached ones of a turn."""
     body = {"model": "m", "messages": messages, **more}
     usage = http_client.post(f"{router.url}/v1/chat/completions", json=body).json()["usage"]

@@ -107,7 +107,7 @@ def test_the_first_of_two_equal_prompts_disconnects(shared: SharedServers, loop:
         with sent(router, body):
             until(lambda: sum(relay.asked for relay in relays) >= 1)  # the second replica is asked 20 ms later
             second = sent(router, body)
-            # What comes later is answered: so the second one is inside.
+            # A later request is answered: so the second one is inside.
             assert httpx.get(f"{router.url}/health", timeout=60).status_code == 200
         until(lambda: " 499 " in router.text)
         for relay in relays:

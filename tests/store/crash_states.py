@@ -103,18 +103,36 @@ class _Folder:
 class Recorded:
     """The files of a recorded folder, and all their changes.
 
+    Args:
+        before: the files that were on the device before, as `Recorded.files` has read them from the folder.
+
     Attributes:
         marks: what the process says it has done, each with the number of the change after it.
     """
 
-    def __init__(self, root: str, changes: Sequence[Change]) -> None:
+    def __init__(self, root: str, changes: Sequence[Change], before: Sequence[Change] = ()) -> None:
         self.count = len(changes)
         self.marks = [(number, one.path) for number, one in enumerate(changes) if one.kind == MARK]
         self._base = root
         self._root = _Folder()
         self._open: dict[int, _File] = {}
+        for one in before:
+            self._apply(-1, one)
         for number, one in enumerate(changes):
             self._apply(number, one)
+
+    @staticmethod
+    def files(root: Path) -> list[Change]:
+        """The folders and files of a folder, as changes that make them."""
+        found = list[Change]()
+        for folder, folders, names in os.walk(root):
+            found += [Change(FOLDER, 0, 0, 0, f"{folder}/{name}", "", b"") for name in folders]
+            for name in names:
+                path, inode = Path(folder, name), os.stat(f"{folder}/{name}").st_ino
+                data = path.read_bytes()
+                found.append(Change(MADE, inode, 0, 0, str(path), "", b""))
+                found.append(Change(WRITTEN, inode, 0, len(data), "", "", data))
+        return found
 
     def _parent(self, path: str) -> tuple[_Folder, str]:
         *folders, name = os.path.relpath(path, self._base).split("/")

@@ -401,7 +401,7 @@ class Campaign:
         self.row.later += not there
         self.row.left += bool(there)
 
-    # What is there
+    # Blocks that are there
 
     def _there(self, salt: Salt, outage: bool = False) -> list[str]:
         """Blocks that places have of a tenant. During an outage, those that would not answer are not asked."""

@@ -1,17 +1,20 @@
 """A seeded campaign of losses of power: disk stores are opened on what a file system may have after one.
 
     make power-loss [STATES=24] [SEED=1]
+    python tests/store/power_loss_campaign.py --replay FOLDER
 
 A process with two disk stores puts, reads, deletes and evicts blocks, keeps and releases leases, and erases tenants, some while
 one of the stores fails. All its changes of files are recorded (recorder.cpp). From the record states are drawn that may be
-there after a loss of power at any moment (crash_states.py). On each the stores are opened, in another boot, and used. What is
-there is counted without the stores' own code. The table counts:
+there after a loss of power at any moment (crash_states.py). On each the stores are opened, in another boot, and used. On a copy
+of every second one another process goes on, and loses its power at any moment, too: also while it opens the stores. What is
+there is counted without the stores' own code. A state with a fault is kept as it was, and the notes name its folder. The table
+counts:
 
 - wrong: blocks that were served with bytes that were never stored under their name, and records that were never written,
 - missed: blocks that are whole in their file and that lookups or reads do not find,
 - known: blocks of which the store says from memory that they are there, or not, and that is not so,
 - over: stores that have more bytes of blocks than they may after others were stored,
-- came back: blocks and records of tenants whose erasure was answered as complete before the loss,
+- came back: blocks and records of tenants whose erasure was answered as complete before the loss, at once and later,
 - not ended: those of tenants whose erasure was answered as open, half a minute later at most,
 - unpinned: blocks of leases whose record is there that are not pinned again,
 - left: files that are there after an erasure later, and files that belong to nothing,
@@ -25,6 +28,7 @@ import ctypes
 import json
 import os
 import random
+import shutil
 import struct
 import sys
 import tempfile
@@ -63,6 +67,7 @@ PAYLOAD, BLOCK = 1000, 16
 SIZE = 120 * 1200  # bytes of each store
 PIECES = 8 << 10
 TENANTS, CHAINS, STEPS = 5, 8, 150
+STEPS_AFTER_A_LOSS = 40
 STATES_OF_A_RECORD = 4
 MODEL = "ab" * 32
 SETTLED = 30.0
@@ -122,14 +127,16 @@ def lease_of(tenant: int, number: int, ttl: float) -> tuple[str, RetentionRecord
 
 
 class Worker:
-    """The process that is recorded."""
+    """The process that is recorded. `erased`: how many tenants behind the others an earlier one has erased, before a loss of
+    power."""
 
-    def __init__(self, folder: Path, pieces: int, seed: str) -> None:
+    def __init__(self, folder: Path, pieces: int, seed: str, erased: int | None) -> None:
         self._folder, self._pieces = folder, pieces
         self._draw = random.Random(seed)
         self._mark = ctypes.CDLL(None).fw_mark
+        self._steps = STEPS if erased is None else STEPS_AFTER_A_LOSS
         self._instance = Instance(folder, pieces)
-        self._erased = 0  # tenants behind the others, which are erased
+        self._erased = erased or 0
 
     def say(self, *what: object) -> None:
         self._mark(json.dumps(what).encode())
@@ -144,7 +151,7 @@ class Worker:
             self._erase: 12,
             self._open_again: 2,
         }
-        for _ in range(STEPS):
+        for _ in range(self._steps):
             self._draw.choices(list(verbs), list(verbs.values()))[0]()
         # The power is lost: nothing is closed.
         os._exit(0)
@@ -228,11 +235,16 @@ class Row:
     crash: int = 0
     seconds: float = 0.0
     notes: Counter[str] = field(default_factory=Counter)
+    kept: list[Path] = field(default_factory=list)
+
+    @property
+    def faults(self) -> int:
+        counts = self.wrong, self.missed, self.known, self.over, self.came_back, self.not_ended, self.unpinned
+        return sum(counts) + self.left + self.crash
 
     @property
     def good(self) -> bool:
-        counts = self.wrong, self.missed, self.known, self.over, self.came_back, self.not_ended, self.unpinned
-        return not (any(counts) or self.left or self.crash)
+        return not self.faults
 
 
 # Blocks, files and records that a state has are counted without the stores' own code
@@ -279,6 +291,7 @@ class Check:
         self._disks = [folder / "a", folder / "b"]
 
     def run(self) -> None:
+        self._row.came_back += sum(self._back(tenant) for tenant, complete in self._erased.items() if complete)
         whole = [self._whole(folder) for folder in self._disks]
         boot = self._folder / "boot"
         boot.write_text(os.urandom(16).hex())
@@ -290,6 +303,12 @@ class Check:
                 self._row.crash += 1
                 self._row.notes[f"{type(error).__name__}: {error}"[:100]] += 1
         machine._clock_id.cache_clear()
+
+    def _back(self, tenant: int) -> int:
+        """Files of blocks and of records of a tenant."""
+        blocks = sum(key in self._gone[tenant] for folder in self._disks for key, _, _ in blocks_in(folder))
+        records = [str(path) for folder in self._disks for path in (folder / "records").rglob("*~")]
+        return blocks + sum(salt_of(tenant).digest.hex() in path for path in records)
 
     def _whole(self, folder: Path) -> set[str]:
         """Keys of the blocks that are whole, of tenants that were not erased."""
@@ -354,11 +373,8 @@ class Check:
             time.sleep(0.02)
         else:
             self._row.notes["notes that stay"] += len(left)
-        there = [key for folder in self._disks for key, _, _ in blocks_in(folder)]
-        records = instance.store.records("retained/", deadline=soon())
         for tenant, complete in self._erased.items():
-            digest = salt_of(tenant).digest.hex()
-            found = sum(key in self._gone[tenant] for key in there) + sum(digest in key for key in records)
+            found = self._back(tenant)
             self._row.came_back += found if complete else 0
             self._row.not_ended += 0 if complete else found
             self._row.notes[f"erased, {'complete' if complete else 'open'}"] += 1
@@ -436,7 +452,7 @@ class Campaign:
             number = self.row.states
             recorded = self._recorded(library, number)
             for state in range(number, min(number + STATES_OF_A_RECORD, states)):
-                self._state(recorded, random.Random(f"{self._seed}/{self.row.label}/{state}"))
+                self._state(library, recorded, random.Random(f"{self._seed}/{self.row.label}/{state}"))
         self.row.seconds = time.monotonic() - began
         return self.row
 
@@ -447,17 +463,51 @@ class Campaign:
             program = [__file__, "--record", str(folder), str(self._pieces), f"{self._seed}/{number}"]
             return Recorded(str(folder), record(folder, program, library, Path(made) / "log"))
 
-    def _state(self, recorded: Recorded, draw: random.Random) -> None:
+    def _state(self, library: Path, recorded: Recorded, draw: random.Random) -> None:
         self.row.states += 1
         at = draw.randint(recorded.count // 8, recorded.count)
         with tempfile.TemporaryDirectory(dir=self._folder) as made:
             folder = Path(made) / "stores"
             what = recorded.write_state(at, folder, draw)
             said = [json.loads(text) for number, text in recorded.marks if number < at]
-            before = self.row.good
-            Check(self.row, folder, self._pieces, said, draw).run()
-            if before and not self.row.good:
-                self.row.notes[f"first: state {self.row.states - 1}, {what}"] += 1
+            if self.row.states % 2 == 0:
+                shutil.copytree(folder, again := Path(made) / "again")
+                self._lose_again(library, again, said, draw, what)
+            self._check(folder, said, draw, what)
+
+    def _lose_again(self, library: Path, folder: Path, said: list[Any], draw: random.Random, what: str) -> None:
+        """Another process goes on with the stores of a state, until the power is lost again."""
+        before, erased = Recorded.files(folder), sum(verb == "erasing" for verb, *_ in said)
+        program = [__file__, "--record", str(folder), str(self._pieces), str(draw.random()), str(erased)]
+        recorded = Recorded(str(folder), record(folder, program, library, folder.with_name("log")), before)
+        at = draw.choice([draw.randint(0, recorded.count), draw.randint(0, recorded.count // 8)])
+        what += f", then {recorded.write_state(at, state := folder.with_name('second'), draw)}"
+        said = said + [json.loads(text) for number, text in recorded.marks if number < at]
+        self.row.notes["second losses"] += 1
+        self._check(state, said, draw, what)
+
+    def _check(self, folder: Path, said: list[Any], draw: random.Random, what: str) -> None:
+        before, kept = self.row.faults, folder.with_name("kept")
+        shutil.copytree(folder, kept)
+        facts = {"pieces": self._pieces, "said": said, "what": what}
+        Check(self.row, folder, self._pieces, said, draw).run()
+        if self.row.faults > before:
+            place = Path(tempfile.mkdtemp(prefix=f"foreword-power-loss-{self._seed}-{self.row.label}-"))
+            shutil.copytree(kept, place / "stores")
+            (place / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
+            self.row.kept.append(place)
+            self.row.notes[f"state {self.row.states - 1}, {what}: {place}"] += 1
+        shutil.rmtree(kept)
+
+
+def replay(place: Path) -> Row:
+    """The counts of a state that was kept, on a copy of it."""
+    facts = json.loads((place / "facts.json").read_text(encoding="utf-8"))
+    row = Row("replayed", 1)
+    with scratch_folder() as folder:
+        shutil.copytree(place / "stores", folder / "stores")
+        Check(row, folder / "stores", facts["pieces"], facts["said"], random.Random(0)).run()
+    return row
 
 
 def run(states: int, seed: int, only: Sequence[str] = (), report: Callable[[Row], None] = lambda _: None) -> list[Row]:
@@ -509,8 +559,16 @@ def cells(row: Row) -> list[str]:
 
 def main() -> int:
     if sys.argv[1:2] == ["--record"]:
-        folder, pieces, seed = sys.argv[2:]
-        Worker(Path(folder), int(pieces), seed).run()
+        folder, pieces, seed, *erased = sys.argv[2:]
+        with tempfile.NamedTemporaryFile("w") as boot:
+            boot.write(os.urandom(16).hex())
+            boot.flush()
+            with mock.patch.object(machine, "_BOOT", Path(boot.name)):
+                Worker(Path(folder), int(pieces), seed, int(erased[0]) if erased else None).run()
+    if sys.argv[1:2] == ["--replay"]:
+        row = replay(Path(sys.argv[2]))
+        print(f"{row.faults} faults: {row}")
+        return int(not row.good)
     rows, notes = print_campaign(__doc__, "states", 24, HEAD, run, cells)
     for row in rows if notes else ():
         print(f"\n{row.label}: {dict(row.notes)}")

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -691,6 +692,30 @@ def test_a_command_that_hangs(hanging: str, tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="took longer"):
         DataKeys(command.config)
     [group] = command.groups
+    assert until(lambda: not _lives(group))
+
+
+@pytest.mark.parametrize("hanging", HANGING)
+def test_a_command_whose_parent_is_killed(hanging: str, tmp_path: Path) -> None:
+    """A command of a key service ends, with all processes of its group, when the process that started it is killed."""
+    command = Command(tmp_path, HANGING[hanging])
+    command.hang.touch()
+    program = """
+import subprocess
+import sys
+from foreword.store.data_keys import DataKeys
+from foreword.store_config import EncryptionConfig
+DataKeys(EncryptionConfig(key_store=sys.argv[1], master_key_command=sys.argv[2]))
+"""
+    given = command.config.key_store, command.config.master_key_command
+    parent = subprocess.Popen([sys.executable, "-c", program, *map(str, given)])
+    try:
+        assert until(lambda: bool(command.groups))
+        [group] = command.groups
+        assert _lives(group)
+    finally:
+        parent.kill()
+        parent.wait()
     assert until(lambda: not _lives(group))
 
 

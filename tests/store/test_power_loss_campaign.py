@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from crash_states import Recorded, record, recorder
-from power_loss_campaign import run
+from power_loss_campaign import Check, replay, run
 
 from foreword.conformance.frames import LAYOUT, make_frames
 from foreword.prefixes.open_erasures import ERASURES
@@ -41,12 +42,46 @@ def states(found: Recorded, folder: Path, count: int = 60) -> Iterator[dict[str,
         yield {str(path.relative_to(state)): path.read_bytes() for path in files}
 
 
+def test_a_second_loss(library: Path, tmp_path: Path) -> None:
+    """Files that a first loss has left stay as they are, whole, until they are changed; a change that is not synced may be
+    there or not after a second loss, and so may a removal."""
+    folder = tmp_path / "recorded"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("inner/still", "changed", "removed"):
+        (folder / name).write_bytes(b"old " * 100)
+    before = Recorded.files(folder)
+    program = f"""
+import os
+with open({str(folder / "changed")!r}, "r+b", buffering=0) as file:
+    file.write(b"new ")
+os.unlink({str(folder / "removed")!r})
+"""
+    found = Recorded(str(folder), record(folder, ["-c", program], library, tmp_path / "log"), before)
+    seen = list(states(found, tmp_path))
+    assert all(files["inner/still"] == b"old " * 100 for files in seen)
+    assert {files["changed"] for files in seen} >= {b"old " * 100, b"new " + b"old " * 99}
+    assert {"removed" in files for files in seen} == {False, True}
+
+
+@pytest.mark.slow
+def test_a_state_with_a_fault_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that has a fault stays as it was before the stores were opened, and can be checked once more."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Check, "_settle", lambda *_: 1 / 0)
+        [row] = run(1, seed=21, only=["pieces"])
+    [kept] = row.kept
+    assert row.crash == 1 and str(kept) in str(row.notes) and kept.parent == tmp_path
+    assert replay(kept).good and replay(kept).served
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks_in", ["files", "pieces"])
 def test_a_short_campaign(blocks_in: str) -> None:
     """8 states: no wrong byte, no whole block missed, nothing over the budget, nothing back after an erasure, nothing left."""
     [row] = run(8, seed=20, only=[blocks_in])
     assert row.states == 8 and row.good, row
+    assert row.notes["second losses"] == 4
     assert row.served > 100 and row.notes["known"] and row.notes["erased, complete"], row
 
 

@@ -35,6 +35,7 @@ from foreword.errors import (
 )
 from foreword.store.base import BAD, FAILED, MISSING
 from foreword.store.frame import Frame, check, frame
+from foreword.store.redis import redis_store
 from foreword.store.redis.redis_store import RedisStore
 
 MiB = 1 << 20
@@ -708,6 +709,20 @@ def test_record_keys(store: RedisStore):
     for key in ("", "/a", "a/", "a//b", "a b", "ä", "a\n"):
         with pytest.raises(StoreConfigError):
             store.put_record(key, b"x", deadline=soon())
+
+
+def test_a_listing_of_very_many_keys(server: RedisServer, store: RedisStore, monkeypatch: pytest.MonkeyPatch):
+    """A listing of names that finds none among very many keys ends with its deadline, and asks for nothing afterwards: a start
+    that looks for the blocks of a namespace waits for it, and memory holds one answer of the server at a time."""
+    monkeypatch.setattr(redis_store, "_SCAN_BATCH", 1)
+    with server.client() as client:
+        prefix = fresh()
+        client.mset({f"{prefix}{number}": b"" for number in range(20_000)})  # of another program
+        with pytest.raises(StoreTimeout):
+            list(store.list_names(bytes(16), deadline=soon(0.05)))
+        asked = [client.info("commandstats")["cmdstat_scan"]["calls"] for _ in range(2)]
+        client.delete(*(f"{prefix}{number}" for number in range(20_000)))
+    assert 0 < asked[0] == asked[1] < 20_000
 
 
 def test_a_store_crosses_a_fork(server: RedisServer, store: RedisStore):

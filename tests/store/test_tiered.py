@@ -333,7 +333,7 @@ def test_a_call_that_does_not_return(tiers: Tiers) -> None:
     assert tiers.store.lookup(names_of([*frames, *fresh]), deadline=soon(2.0)) == 6
     until = soon()
     while not hung.breaker.is_open:
-        # What is asked while the tier's first call has not returned does not wait, whatever its deadline is.
+        # A call that comes while the tier's first has not returned does not wait, whatever its deadline is.
         assert read(tiers.store, frames, deadline=soon()) == whole(frames)
         assert soon(0.0) < until, "the hung tier's circuit opens"
         time.sleep(0.01)

@@ -176,7 +176,7 @@ def test_closing_while_it_dials(reader: Open) -> None:
             store.lookup([b"x" * 64], deadline=soon())
 
 
-# What goes wrong on the way
+# Failures on the way
 
 
 class Slow(FrameService):

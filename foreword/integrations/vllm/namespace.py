@@ -472,6 +472,8 @@ def choose(store: TieredStore, base: bytes, mine: Observations, layouts: Sequenc
 
 
 def _may_hold(store: TieredStore, layouts: Iterable[bytes]) -> bool:
+    """Whether a store has blocks of these layouts, or does not say it in time: Redis goes through all of its keys."""
+
     def held(tier: StoreTier) -> bool:
         return tier.start(lambda: any(any(tier.store.list_names(one, deadline=until)) for one in layouts)).result(until)
 

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 from foreword.store.disk import pieces
 from foreword.store.disk.files import digit_folders, entries_of, raise_error, sync_path
-
-# Within this the system has written to the device what a file got, however busy it is. A clock that is set forward by more
-# between a deletion and its erasure's sync hides a piece from it.
-_WRITTEN_BACK_SECONDS: Final = 3600.0
 
 
 def steps(folder: str, prefixes: Sequence[tuple[bytes, bytes]], *, records: bool) -> Iterator[None]:
@@ -25,14 +19,13 @@ def steps(folder: str, prefixes: Sequence[tuple[bytes, bytes]], *, records: bool
 
 
 def _with_blocks(folder: str, layout: bytes, root: bytes) -> Iterator[str]:
-    """The folders of these layouts and roots, and their pieces that were changed lately, by any process. Raises StoreError."""
-    since = time.time() - _WRITTEN_BACK_SECONDS
+    """The folders of these layouts and roots, and all their pieces. Raises StoreError."""
     for outer in digit_folders(folder, layout, raise_error):
         for inner in digit_folders(outer, root, raise_error):
             for part in entries_of(inner, raise_error):
+                # Each: only a clock would say which were changed, by whatever process. The sync of one that was not is quick.
                 for piece in entries_of(part.path, raise_error) if part.name == pieces.FOLDER else ():
-                    if _modified(piece) > since:
-                        yield piece.path
+                    yield piece.path
                 yield part.path
             yield inner
         yield outer
@@ -55,11 +48,3 @@ def _folders(path: str) -> Iterator[os.DirEntry[str]]:
         with contextlib.suppress(OSError):  # it was removed
             if entry.is_dir():
                 yield entry
-
-
-def _modified(entry: os.DirEntry[str]) -> float:
-    """When a file was written last; 0 if it was removed."""
-    try:
-        return entry.stat(follow_symlinks=False).st_mtime
-    except OSError:
-        return 0.0
