@@ -9,7 +9,6 @@ that has reached it evicts its own blocks, even if there is room.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Collection, Mapping
 from typing import Final, NamedTuple, TypeVar
@@ -18,7 +17,6 @@ Tenant = TypeVar("Tenant")
 
 COMPARED: Final = 16  # with more tenants, as many are drawn at random for each eviction
 IDLE_SECONDS: Final = 3600.0
-_COUNTED_SECONDS: Final = 60.0
 
 
 class TenantUse(NamedTuple):
@@ -39,23 +37,18 @@ def compared(tenants: Collection[Tenant]) -> list[Tenant]:
 
 def share(usage: Collection[TenantUse], budget: int, now: float, idle: float = IDLE_SECONDS) -> float:
     """The share of each tenant that was in use in the last `idle` units of time."""
-    active = sum(now - one.used_at < idle for one in usage)
-    return budget / max(active, 1)
+    return budget / max(sum(now - one.used_at < idle for one in usage), 1)
 
 
 class FairShare:
-    """The share of each tenant that is not idle, where there are too many to look at all of them for each eviction.
-
-    Who is idle has been so for an hour, so these are counted once a minute.
-    """
+    """The share of each tenant where they are too many to look at all for each eviction: idle ones are counted once a minute."""
 
     def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self._idle, self._counted_at = 0, -math.inf
+        self._budget, self._idle, self._counted_at = budget, 0, -IDLE_SECONDS
 
     def among(self, tenants: int, now: float, idle_since: Callable[[float], int]) -> float:
         """The share among so many tenants. `idle_since` counts those of them that were not used after a time."""
-        if now - self._counted_at >= _COUNTED_SECONDS:
+        if now - self._counted_at >= IDLE_SECONDS / 60:
             self._idle, self._counted_at = idle_since(now - IDLE_SECONDS), now
         return self._budget / max(tenants - self._idle, 1)
 
