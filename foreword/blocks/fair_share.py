@@ -41,7 +41,7 @@ def share(usage: Collection[TenantUse], budget: int, now: float, idle: float = I
 
 
 class FairShare:
-    """The share of each tenant where they are too many to look at all for each eviction: idle ones are counted once a minute."""
+    """The share of each tenant, where all are too many to look at for each eviction: idle ones are counted once a minute."""
 
     def __init__(self, budget: int) -> None:
         self._budget, self._idle, self._counted_at = budget, 0, -IDLE_SECONDS
