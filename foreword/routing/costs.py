@@ -26,6 +26,7 @@ from typing import Final, NamedTuple
 from foreword.routing.directory import NUM_TIERS, CacheTier, PromptMemory, Reach
 
 _LIFETIME_WEIGHT: Final = 0.1
+_LONGEST_WAIT: Final = 16  # for memory, in lifetimes of all that is there
 _RECENT_SECONDS: Final = 180.0
 _USUAL_PROMPT: Final = 1024
 FOLLOWERS_PER_PLACE: Final = 16
@@ -449,6 +450,7 @@ class ReplicaLoad:
     """Requests in flight on one replica: `waiting` have no first token yet (in send order), `running` decode.
 
     `computed` is the prompt work of all that had their first token there, `own` what they need of KV memory beside `prompts`.
+    `lifetime` and `freed` are means over recent ends: seconds since the request was sent, and tokens of memory that it freed.
     """
 
     waiting: dict[SentRequest, None] = field(default_factory=dict)
@@ -456,6 +458,7 @@ class ReplicaLoad:
     own: int = 0
     prompts: PromptMemory = field(default_factory=PromptMemory)
     lifetime: float = 0.0
+    freed: float = 0.0
     _waiting_tokens: int = 0
     _waiting_pairs: float = 0.0
     _followers: int = 0
@@ -532,12 +535,14 @@ class ReplicaLoad:
 
     def memory_wait(self, needed: int, keys: Sequence[bytes], block_size: int, capacity: int | None) -> float:
         """Expected seconds until a prompt of these blocks fits, which needs so many tokens if it shares none, if requests keep
-        finishing at their present rate (Little's law)."""
+        finishing at their present rate (Little's law) and each frees as much as earlier ones."""
         resident = self.resident
         if capacity is None or not resident or resident + needed <= capacity:
             return 0.0
         missing = resident + min(needed, capacity) - self.prompts.shared(keys, block_size) - capacity
-        return missing * self.lifetime / resident if missing > 0 else 0.0
+        # Memory that others in flight share is not freed, so all of them may end before much is.
+        freed = min((len(self.waiting) + len(self.running)) * self.freed, resident)
+        return missing * self.lifetime / max(freed, resident / _LONGEST_WAIT) if missing > 0 else 0.0
 
     def sent(self, request: SentRequest, now: float) -> None:
         if not self.waiting:
@@ -580,9 +585,10 @@ class ReplicaLoad:
             del self.running[request]
         else:
             return
+        before, weight = self.resident, _LIFETIME_WEIGHT if self.lifetime else 1.0
         self.own -= request.resident - self.prompts.remove(request.keys, request.block_size)
-        took = now - request.sent_at
-        self.lifetime = took if not self.lifetime else self.lifetime + _LIFETIME_WEIGHT * (took - self.lifetime)
+        self.freed += weight * (before - self.resident - self.freed)
+        self.lifetime += weight * (now - request.sent_at - self.lifetime)
 
     def _take(self, request: SentRequest) -> None:
         self.own += request.resident - self.prompts.add(request.keys, request.block_size)

@@ -366,6 +366,26 @@ def test_a_prefix_that_requests_share_is_in_memory_once() -> None:
     assert replica.load.resident == 0
 
 
+@pytest.mark.parametrize("shared", [0, 1440, 120_000])
+def test_memory_that_others_share_is_not_freed(shared: int) -> None:
+    """Eleven prompts fill a replica's memory; one ends after 10 s. If one ends each second and frees what it alone held, a new
+    prompt waits for as many ends as that takes: one where prompts are different, more where they share a start. Where they
+    share nearly all of it, the wait is bounded: 16 lifetimes for as much memory as there is."""
+    fleet, asked = fleet_of("a"), [query(text(1, shared) + text(seed, 160)) for seed in range(2, 13)]
+    for number, one in enumerate(asked):
+        fleet.sent(str(number), one, fleet.place(one, 0.0), 0.0)
+        fleet.first_token(str(number), 0.1)
+    load = fleet.replicas["a"].load
+    before = load.resident
+    fleet.finished("0", 10.0, cached_tokens=0, output_tokens=20)
+    left, freed = load.resident, before - load.resident
+    assert freed == 160 + 256 + shared % 256
+    fleet.replicas["a"].capacity_tokens = left
+    [found] = fleet.candidates(query(text(99, 160)), 10.0)
+    assert found.memory_wait == pytest.approx(416 / max(freed, left / 160))
+    assert (freed < left / 160) == (shared > 1440)
+
+
 @pytest.mark.parametrize("capacity", [3000, 100_000])
 def test_a_wait_for_memory_is_not_the_speed_of_a_replica(capacity: int) -> None:
     """Where the requests in flight need more KV memory than there is, neither a head that is overdue nor the TTFTs of those
