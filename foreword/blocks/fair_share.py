@@ -10,7 +10,7 @@ that has reached it evicts its own blocks, even if there is room.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, TypeVar
 
 Tenant = TypeVar("Tenant")
@@ -38,19 +38,6 @@ def compared(tenants: Collection[Tenant]) -> list[Tenant]:
 def share(usage: Collection[TenantUse], budget: int, now: float, idle: float = IDLE_SECONDS) -> float:
     """The share of each tenant that was in use in the last `idle` units of time."""
     return budget / max(sum(now - one.used_at < idle for one in usage), 1)
-
-
-class FairShare:
-    """The share of each tenant, where all are too many to look at for each eviction: idle ones are counted once a minute."""
-
-    def __init__(self, budget: int) -> None:
-        self._budget, self._idle, self._counted_at = budget, 0, -IDLE_SECONDS
-
-    def among(self, tenants: int, now: float, idle_since: Callable[[float], int]) -> float:
-        """The share among so many tenants. `idle_since` counts those of them that were not used after a time."""
-        if now - self._counted_at >= IDLE_SECONDS / 60:
-            self._idle, self._counted_at = idle_since(now - IDLE_SECONDS), now
-        return self._budget / max(tenants - self._idle, 1)
 
 
 def choose(

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
-from foreword.blocks.fair_share import FairShare, TenantUse, choose, compared
+from foreword.blocks.fair_share import IDLE_SECONDS, TenantUse, choose, compared
 from foreword.errors import IntegrityError
 from foreword.store.base import Name
 
@@ -26,6 +26,19 @@ _SLOT_MASK = (1 << _SLOT_BITS) - 1
 _DEPTH_BITS = 24
 _MOST_OUTDATED = 1000
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
+
+
+class FairShare:
+    """The share of each tenant, where all are too many to look at for each eviction: idle ones are counted once a minute."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget, self._idle, self._counted_at = budget, 0, -IDLE_SECONDS
+
+    def among(self, tenants: int, now: float, idle_since: Callable[[float], int]) -> float:
+        """The share among so many tenants. `idle_since` counts those of them that were not used after a time."""
+        if now - self._counted_at >= IDLE_SECONDS / 60:
+            self._idle, self._counted_at = idle_since(now - IDLE_SECONDS), now
+        return self._budget / max(tenants - self._idle, 1)
 
 
 class _Tenant:

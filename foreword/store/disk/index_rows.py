@@ -38,11 +38,12 @@ from urllib.parse import quote
 
 import xxhash
 
-from foreword.blocks.fair_share import COMPARED, IDLE_SECONDS, FairShare, TenantUse, choose
+from foreword.blocks.fair_share import COMPARED, IDLE_SECONDS, TenantUse, choose
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES, tenant_of
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
+from foreword.store.chain_lru import FairShare
 from foreword.store.disk.pieces import ALONE, BlockPlace
 from foreword.store.frame import Frame, Header
 from foreword.store.machine import clock_id

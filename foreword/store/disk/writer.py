@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
-from foreword.blocks.fair_share import FairShare
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.errors import StoreError, StoreFull
 from foreword.store.background import at_once, divide
 from foreword.store.base import Name, time_left
+from foreword.store.chain_lru import FairShare
 from foreword.store.disk.files import BlockFiles, DiskFull, is_name
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import (
