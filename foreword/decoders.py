@@ -40,7 +40,10 @@ def convert(value: Any, kind: type[Value], *, strict: bool = True) -> Value:
     """Check what was decoded without a type. Raises msgspec.ValidationError. `strict`: text is text, also where a number is
     wanted."""
     _json(kind)
-    return msgspec.convert(value, kind, strict=strict)
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except UnicodeEncodeError as error:  # half a character where one of some words is wanted
+        raise msgspec.ValidationError(str(error)) from error
 
 
 def _prepared_json(kind: Any) -> msgspec.json.Decoder[Any]:

@@ -2,6 +2,12 @@
 
 import subprocess
 import sys
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from foreword.decoders import convert
 
 # Each round has new types, which four threads need at once. Switching often makes the race likely within a few rounds.
 RACE = """
@@ -38,3 +44,24 @@ def test_threads_may_need_a_type_at_once() -> None:
     """The first use of a type by several threads decodes rightly. msgspec alone ends the process with a segmentation fault."""
     done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+class Order(msgspec.Struct):
+    word: Literal["one", "two"] = "one"
+    count: int = 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"word": "\ud800"},
+        {"\ud800": 1, "word": "three"},
+        {"word": 1},
+        {"count": "\ud800"},
+        "\ud800",
+    ],
+)
+def test_what_does_not_fit(value: Any) -> None:
+    """Decoded values that do not fit a type are one error, also with half characters, which JSON may hold."""
+    with pytest.raises(msgspec.ValidationError):
+        convert(value, Order)

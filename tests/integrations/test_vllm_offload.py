@@ -221,7 +221,7 @@ def test_hashes_that_clients_can_make_equal_are_refused(model: Path, tmp_path: P
 
 def test_contract_of_tiers(model: Path, tmp_path: Path) -> None:
     """vLLM's manager gets back the bytes that it gave, from another tier object, too; lookups that need a call are retried;
-    jobs end also where the store fails; the queue has a bound; a reset ends all jobs and everything found; and each setting
-    that changes KV gives another namespace."""
+    jobs end also where the store fails; the queue has a bound; a reset ends all jobs and everything found; a session is kept up
+    to its second input; and each setting that changes KV gives another namespace."""
     found = run("vllm_offload_manager_script.py", {"model": str(model), "folder": str(tmp_path)})
-    assert len(found["checks"]) == 5
+    assert len(found["checks"]) == 6

@@ -96,6 +96,8 @@ def test_handoff_message(vllm: Callable[[str], Any]) -> None:
         (mine, {"foreword": {**message, "extra": 1}}, "are not valid"),
         (mine, {"foreword": {**message, "addresses": ["evil:1", "evil:2"]}}, "another secret"),
         (mine, {"foreword": {**message, "proof": ""}}, "another secret"),
+        (mine, {"foreword": {**message, "proof": "\ud800"}}, "are not valid"),
+        (mine, {"foreword": {**message, "addresses": ["\ud800", "host:2"]}}, "are not valid"),
         (terms(32, mine.layouts, ("",)), {"foreword": message}, "another secret"),
         (terms(64, mine.layouts, (SECRET,)), {"foreword": message}, "block size is 32 there and 64 here"),
         (terms(32, mine.layouts[:1], (SECRET,)), {"foreword": message}, "2 ranks there and 1 here"),
@@ -103,6 +105,20 @@ def test_handoff_message(vllm: Callable[[str], Any]) -> None:
     ):
         with pytest.raises(TransferRefused, match=reason):
             reader.read(params)
+
+
+@pytest.mark.parametrize("field", ["tokens", "ttl", "priority"])
+def test_numbers_of_cache_actions(vllm: Callable[[str], Any], field: str) -> None:
+    """An action on the cache with a number that is none, or out of all bounds, is skipped; it ends nothing else."""
+    retentions = vllm("vllm_extras.retentions")
+    wrong = [10**400, -(10**400), float("nan"), float("inf"), True, "1", -1, 0.5 if field == "tokens" else -0.5]
+    given = [{"action": "retain", field: one} for one in wrong]
+    for one in given:
+        assert not retentions.actions_of(SimpleNamespace(kv_transfer_params={retentions.PARAMS_KEY: [one]}))
+    [kept] = retentions.actions_of(
+        SimpleNamespace(kv_transfer_params={retentions.PARAMS_KEY: [{"action": "retain", field: 32}]})
+    )
+    assert getattr(kept, field) == 32
 
 
 @pytest.mark.parametrize(

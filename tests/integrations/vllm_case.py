@@ -28,7 +28,7 @@ _MODULES = {"PatientConnector": "vllm_patient", "DirectConnector": "vllm_direct"
 
 def make_llm(job: dict[str, Any]) -> Any:
     """`job`: model, store (None for no connector), connector, role, extra, kv_bytes, llm, many (a folder for an
-    ExampleConnector, which stands behind this one in a MultiConnector)."""
+    ExampleConnector, which stands behind this one and another with its own store in a MultiConnector)."""
     from vllm import LLM
     from vllm.v1.executor import multiproc_executor
 
@@ -54,7 +54,8 @@ def make_llm(job: dict[str, Any]) -> Any:
                 "kv_connector": "ExampleConnector", "kv_role": "kv_both",
                 "kv_connector_extra_config": {"shared_storage_path": job["many"]},
             }  # fmt: skip
-            both = {"connectors": [transfer, beside]}
+            memory = {**transfer["kv_connector_extra_config"], "store": ["memory://?size=64MiB"]}
+            both = {"connectors": [transfer, {**transfer, "kv_connector_extra_config": memory}, beside]}
             transfer = {
                 "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": both,
                 "kv_load_failure_policy": "recompute",
@@ -79,9 +80,10 @@ def scheduler_of(llm: Any) -> Any:
 
 def worker_of(llm: Any) -> Any:
     """The connector's worker side; None if it is in another process."""
-    from foreword.integrations.vllm.worker_side import worker_of
+    from foreword.integrations.vllm.worker_side import _workers
 
-    return worker_of(str(llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
+    engine = str(llm.llm_engine.vllm_config.kv_transfer_config.engine_id)
+    return next((worker for name, worker in _workers.items() if name.startswith(engine)), None)
 
 
 def wait_for_files(folder: str, count: int) -> None:

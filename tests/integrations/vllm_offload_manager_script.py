@@ -244,6 +244,29 @@ def check_reset(config: Any, url: str) -> None:
     one.manager.shutdown()
 
 
+def check_sessions(config: Any, url: str) -> None:
+    """The next input of a session comes as a request of its own with the session's id, and hashes of its own tokens. The start
+    is kept; the rest, which may have other media, is not; other requests go on. What vLLM refuses leaves nothing here."""
+    one = Offloading(config, [url])
+    context, keys, session = one.begin(10, 6)
+    output = one.manager.prepare_store(keys[:3], context)
+    one.manager.complete_store(output.keys_to_store, context)
+    one.until_idle()
+    update = SimpleNamespace(**{**vars(session), "block_hashes": [bytes(32)], "num_prompt_tokens": TOKENS})
+    one.tier.engine_calls(one.core, update)
+    assert one.manager.lookup(keys[4], context) is LookupResult.MISS
+    output = one.manager.prepare_store(keys[3:], context)
+    one.manager.complete_store(output.keys_to_store, context)
+    one.until_idle()
+    assert one.tier.counts["saved"] == one.tier.counts["refused"] == 3 and not one.tier.degraded
+    one.manager.on_request_finished(context)
+    one.tier.engine_calls(one.core, SimpleNamespace(**{**vars(session), "request_id": "refused"}))
+    one.fill(11, 4)
+    one.manager.primary_tier.reset_cache()
+    assert all(row is not None for row in one.load(11, 4)) and not one.tier._requests
+    one.manager.shutdown()
+
+
 def check_namespaces(config: Any, model: str, folder: str) -> None:
     """Equal settings in one folder have one namespace; each of these differences gives another."""
     url, other = f"disk://{folder}/one?size=8MiB", f"disk://{folder}/two?size=8MiB"
@@ -276,7 +299,7 @@ def check_namespaces(config: Any, model: str, folder: str) -> None:
 def main() -> None:
     job = json.loads(sys.argv[1])
     config = engine_config(job["model"])
-    checks = (check_bytes, check_unsure, check_failures, check_queue, check_reset)
+    checks = (check_bytes, check_unsure, check_failures, check_queue, check_reset, check_sessions)
     for check in checks:
         check(config, f"disk://{job['folder']}/{check.__name__}?size=64MiB")
     check_namespaces(config, job["model"], job["folder"])

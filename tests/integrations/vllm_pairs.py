@@ -35,7 +35,7 @@ class Server:
 
     Attributes:
         extra: settings of the connector beside the stores.
-        many: the connector stands behind another one in a MultiConnector.
+        many: the connector stands before another one with its own store, and one of vLLM's, in a MultiConnector.
     """
 
     llm: dict[str, Any] = field(default_factory=dict)

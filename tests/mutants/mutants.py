@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant(
         "disk: pieces that an erasure has changed are not synced",
         "foreword/store/disk/synced.py",
-        "                    yield piece.path\n",
+        "                    yield from paths\n",
         "                    pass\n",
         ("tests/store/test_erasure.py",),
     ),

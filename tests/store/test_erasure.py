@@ -26,6 +26,7 @@ from foreword.errors import NotFound, StoreError
 from foreword.prefixes.erasure import erase_prefixes, forget_chain, forget_model, forget_prefix, forget_tenant, sign
 from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
 from foreword.store.base import Store
+from foreword.store.disk import synced as disk_synced
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import Frame, Header, frame
 from foreword.store.memory.memory_store import MemoryStore
@@ -347,6 +348,23 @@ def test_all_pieces_of_a_root_are_synced(tmp_path: Path, monkeypatch: pytest.Mon
     list(store.sync_deletions([(header.layout, header.root)], deadline=soon()))
     assert {path for path in paths if "/pieces/" in path} == pieces
     assert {str(Path(one).parent) for one in pieces} | {str(tmp_path)} <= set(paths)
+    store.close()
+
+
+@pytest.mark.parametrize("able", [False, True])
+def test_many_pieces_are_synced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: bool) -> None:
+    """The sync of many pieces of a root is one of their file system, where that succeeds; else each is synced."""
+    asked = list[str]()
+    monkeypatch.setattr(disk_synced, "_synced_at_once", lambda folder: asked.append(folder) or able)
+    monkeypatch.setattr(disk_synced, "_MOST_PIECES", 2)
+    store = DiskStore(str(tmp_path), 1 << 20, pieces=8 << 10)
+    frames = make_frames(1, 12, 1000)
+    for batch in (frames[:4], frames[4:8], frames[8:]):
+        put_all(store, batch)
+    header, paths = frames[0].header, synced(monkeypatch)
+    list(store.sync_deletions([(header.layout, header.root)], deadline=soon()))
+    assert asked == [str(tmp_path / header.layout.hex() / header.root.hex() / "pieces")]
+    assert sum("/pieces/" in path for path in paths) == (0 if able else 3) and asked[0] in paths
     store.close()
 
 

@@ -148,6 +148,14 @@ def test_slots_grow_with_the_frames() -> None:
     assert store.status().notes["emptied"] == 2
 
 
+def test_slots_that_have_grown_are_whole_words() -> None:
+    """Frames of whole words have slots of whole words, also where slots have grown by a quarter: a device reads words there."""
+    store = MemoryStore(SMALL_BYTES)
+    for number, size in enumerate((88, 96, 1_000, 1_008)):
+        assert store.put(make_frames(number, 1, size), deadline=soon()) == 1
+        assert store.status().notes["slot_bytes"] % 8 == 0
+
+
 def test_the_longest_frame_is_known() -> None:
     """A tier that knows the layouts of a model's blocks keeps those of all groups, in whatever order they come."""
     store = MemoryStore(SMALL_BYTES, longest=HEADER_BYTES + SMALL_PAYLOAD)

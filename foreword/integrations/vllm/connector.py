@@ -103,7 +103,9 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer.kv_load_failure_policy = "recompute"
         settings = ConnectorSettings.read(transfer.kv_connector_extra_config or {}, str(transfer.kv_role))
         self._info = info = KVCacheInfo(vllm_config, kv_cache_config, settings)
-        self._settings, self._engine, self._divisible = settings, str(transfer.engine_id), info.divisible
+        self._settings, self._divisible = settings, info.divisible
+        # Connectors of one MultiConnector have one engine id: each scheduler side finds the worker side with its stores.
+        self._engine = f"{transfer.engine_id} {settings.store.urls}"
         if is_worker:
             self._worker_side = ForewordConnectorWorker(info, settings, self._engine)
         else:

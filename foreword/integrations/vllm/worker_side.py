@@ -86,7 +86,7 @@ def _tier_in_words(tier: StoreTier) -> str:
     return f"{tier.label} ({budget / 2**30:.1f} GiB)" if budget else tier.label
 
 
-# The worker sides of this process by engine id, for a scheduler side in the same process. Each use is one call of a
+# The worker sides of this process by engine and stores, for a scheduler side in the same process. Each use is one call of a
 # dictionary with keys of text, which is atomic, also without the interpreter's lock.
 _workers: dict[str, ForewordConnectorWorker] = {}
 

@@ -92,11 +92,11 @@ class HandoffTerms:
             raise TransferRefused("the prefill instance did not say where its blocks are: it runs another KV connector")
         try:
             handoff = convert(params["foreword"], KVHandoff)
-            lease, last = bytes.fromhex(handoff.lease), bytes.fromhex(handoff.last)
-        except (msgspec.ValidationError, ValueError) as error:
+            lease, last, proof = bytes.fromhex(handoff.lease), bytes.fromhex(handoff.last), handoff.proof.encode()
+            proofs = [handoff.proof_with(secret).encode() for secret in self.secrets]
+        except (msgspec.ValidationError, ValueError) as error:  # half characters, too: a message in JSON may have them
             raise TransferRefused(f"kv_transfer_params are not valid: {error}") from None
-        proofs = [handoff.proof_with(secret).encode() for secret in self.secrets]
-        if not any(hmac.compare_digest(handoff.proof.encode(), proof) for proof in proofs):
+        if not any(hmac.compare_digest(proof, one) for one in proofs):
             raise TransferRefused(
                 "kv_transfer_params were written with another secret; give both the same transfer.secret_env"
             )

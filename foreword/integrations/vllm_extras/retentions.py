@@ -10,7 +10,7 @@ An action of `kv_hints` has the `action_type` `retain`, `pin` or `release`, and 
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -59,9 +59,9 @@ def _action(verb: object, fields: Any) -> CacheAction | None:
         return None
     tokens, ttl, priority = fields.get("tokens"), fields.get("ttl", _DEFAULT_TTL), fields.get("priority", 0)
     numbers = [0 if tokens is None else tokens, ttl, priority]
-    if not all(type(one) in (int, float) and math.isfinite(one) for one in numbers):
+    if not all(type(one) in (int, float) and abs(one) <= sys.float_info.max for one in numbers):
         return None
-    if ttl <= 0 or not 0 <= priority <= MAX_PRIORITY or (tokens is not None and tokens <= 0):
+    if ttl <= 0 or not 0 <= priority <= MAX_PRIORITY or (tokens is not None and tokens < 1):
         return None
     return CacheAction(
         verb,

@@ -99,6 +99,7 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         self._groups: dict[int, BlockGroup] = {}
         self._identities: RequestIdentities | None = None
         self._requests: dict[str, RequestBlocks] = {}
+        self._added: RequestBlocks | None = None  # the request that vLLM is adding
         self._loading: dict[int, tuple[str, Sequence[bytes]]] = {}
         self._lookups = BackgroundJobs("lookup", most=_MOST_LOOKUPS, threads=_LOOKUPS)
         self._version = WeightsVersion(self._settings.weights_version)
@@ -169,16 +170,17 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
 
     @hook(lambda *_: None)
     def _add(self, request: Any) -> None:
-        """vLLM adds a request. One with an adapter has no blocks here: vLLM's hashes name it by its path, and what is loaded
-        from there cannot be seen from the scheduler."""
+        """vLLM adds a request, or refuses it, or adds the next input to a session, whose request is another object. The rest of
+        a session has no blocks here: its media are not those of its start. Nor has a request with an adapter: vLLM's hashes
+        name that by its path, and what is loaded from there cannot be seen from the scheduler."""
         assert self._identities is not None
+        self._requests.pop(request.request_id, None)
+        self._added = None
         identity = None if request.lora_request is not None else self._identities.of(request)
         if identity is not None:
             salt = self._settings.current(salt_of(request))
             tokens = int(self._offloading.cache.tokens_per_hash)
-            self._requests[request.request_id] = RequestBlocks(
-                self._groups, request, salt, identity.inputs, tokens, self._version.salt
-            )
+            self._added = RequestBlocks(self._groups, request, salt, identity.inputs, tokens, self._version.salt)
 
     # Versions of the weights
 
@@ -223,6 +225,10 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
     # Called by vLLM
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """The scheduler has taken a request. The next inputs of sessions come without this call."""
+        added, self._added = self._added, None
+        if added is not None and added.request.request_id == req_context.req_id:
+            self._requests[req_context.req_id] = added
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:

@@ -538,10 +538,10 @@ class MemoryStore(LocalRecords):
             return slots
         longest = max((length for length in lengths if length <= self._size), default=0)
         # Blocks of several KV groups differ in length, and so do outputs of encoders. A block that is read, written or pinned
-        # stays where it is. By a quarter at least: else frames that grow by a byte would empty the store each time.
+        # stays where it is. By a quarter: else frames that grow by a byte would empty the store each time. Devices want words.
         if longest > slots.slot_bytes and not slots.held:
             self._emptied += bool(slots.chains.index)
-            self._empty(min(max(longest, self._longest, slots.slot_bytes * 5 // 4), self._size))
+            self._empty(min(max(longest, self._longest, slots.slot_bytes * 5 // 32 * 8), self._size))
         return self._slots
 
     def _empty(self, slot_bytes: int) -> None:
