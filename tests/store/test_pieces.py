@@ -9,6 +9,7 @@ import random
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -106,6 +107,21 @@ def test_blocks_of_a_chain_are_one_file(tmp_path: Path) -> None:
     with closing(DiskStore(tmp_path, 64 << 20)) as store:
         assert read(store, frames) == whole(frames)
         assert store.lookup(names_of(frames), deadline=soon()) == 64
+
+
+def test_probes_of_dead_processes_go(tmp_path: Path) -> None:
+    """A file in which a process looked whether its file system makes holes, and which a loss of power has left, goes at the
+    next opening. A living process leaves none."""
+    left = tmp_path / "holes.vm-1-000000000000"
+    with closing(DiskStore(tmp_path, 1 << 20, pieces=PIECE)) as store:
+        store.put(make_frames(1, 4, 1000), deadline=soon())
+    left.write_bytes(bytes(8192))
+    with closing(DiskStore(tmp_path, 1 << 20, pieces=PIECE)) as store:
+        store.put(make_frames(2, 4, 1000), deadline=soon())
+        deadline = time.monotonic() + 60
+        while left.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not list(tmp_path.glob("holes.*"))
 
 
 def test_a_deleted_block_leaves_its_piece(tmp_path: Path) -> None:

@@ -552,6 +552,7 @@ class DiskStore(Store):
         self._index.read_known(time.monotonic() + _LOAD_SECONDS)
         self._writer.release_liveness(if_missing=True)
         self._records.remove_incomplete(self._is_dead)
+        self._files.remove_probes(self._is_dead)
         remove_dead_locks(self.path)
 
     def _is_dead(self, token: str) -> bool:

@@ -191,6 +191,12 @@ class BlockFiles:
         except OSError as error:
             raise store_error(error) from error
 
+    def remove_probes(self, is_dead: Callable[[str], bool]) -> None:
+        """Remove the files of `makes_holes` that dead processes, or a loss of power, have left."""
+        for one in entries_of(self.folder, lambda _: None):
+            if one.name.startswith(pieces.PROBE) and is_dead(one.name.removeprefix(pieces.PROBE)):
+                remove_file(one.path)
+
     def read(self, name: Name, buffer: memoryview) -> int:
         """Read a file into `buffer`. Returns its length, or MISSING, BAD, FAILED or UNREADABLE as `Store.get` does."""
         try:

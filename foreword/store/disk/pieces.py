@@ -30,6 +30,7 @@ from typing import Final, NamedTuple
 from foreword.blocks.keys import KEY_BYTES
 
 FOLDER: Final = "pieces"
+PROBE: Final = "holes."  # before the token of a process: a file in which it looks whether holes can be made
 _MAGIC: Final = b"FWPIECE1"
 _HEAD: Final = struct.Struct("<8sII")
 _ENTRY: Final = struct.Struct(f"<{KEY_BYTES}sQQ")
@@ -239,14 +240,14 @@ def free_removed(handle: int, align: int, left: Sequence[PieceEntry], count: int
 
 def makes_holes(folder: str, token: str) -> bool:
     """Whether the file system of a folder frees parts of files. Raises OSError."""
-    path = f"{folder}/holes.{token}"
+    path = f"{folder}/{PROBE}{token}"
     handle = os.open(path, _NEW, 0o600)
     try:
+        os.unlink(path)  # first: if this process ends here, no file is left
         os.write(handle, bytes(2 * _PAGE))
         return _fallocate(handle, 0, _PAGE) == 0
     finally:
         os.close(handle)
-        os.unlink(path)
 
 
 def _punch(handle: int, at: int, length: int) -> None:
