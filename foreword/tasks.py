@@ -42,12 +42,6 @@ def shared(work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
     return task
 
 
-async def apart(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine that wakes up often in a task of its own, which ends with its caller. In the caller's task each wake-up
-    goes through all coroutines that wait for it."""
-    return await asyncio.get_running_loop().create_task(work)
-
-
 async def to_its_end(work: Coroutine[Any, Any, Result], what: str) -> Result:
     """Run a coroutine that is carried out also if its caller is cancelled, which logs its error then as that of `what`."""
     task = asyncio.ensure_future(work)

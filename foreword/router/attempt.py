@@ -1,5 +1,4 @@
-"""An attempt to serve a request on a replica, how its body is sent, what its errors mean, and the log of the last placement
-decisions."""
+"""An attempt to serve a request on a replica, what its errors mean, and the log of the last placement decisions."""
 
 from __future__ import annotations
 
@@ -8,11 +7,9 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
-from aiohttp.connector import Connection
-from yarl import URL
 
 from foreword.api.dialects.answer_reader import error_of
 from foreword.errors import ForewordError
@@ -28,9 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Longer bodies wait until the replica reads.
-_MOST_BYTES: Final = 1 << 16
-_MOST_KNOWN: Final = 4096
 _MAX_HEADER = 1000
 _KEPT_DECISIONS: Final = 1000  # what an operator looks at
 _MIN_PAUSE: Final = 0.1
@@ -207,61 +201,3 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
         }
         for estimate in record.decision.estimates
     ]
-
-
-class WholeRequest(aiohttp.ClientRequest):
-    """A request to a replica. A body that is there as a whole is sent with the head: aiohttp would start a task for it.
-
-    Args:
-        known: requests of the session with such bodies, by what differs beside headers, body and time limit. aiohttp takes
-            as many steps to make one as the router takes to place it; so it makes the first, which is copied. What a session
-            fixes, as TLS, is the same in all.
-    """
-
-    def __init__(
-        self, known: dict[Any, aiohttp.ClientRequest], method: str, url: URL, *, headers: Any, data: Any, **more: Any
-    ) -> None:
-        self._whole = data if isinstance(data, bytes) and len(data) <= _MOST_BYTES and not more.get("params") else None
-        if self._whole is None:
-            super().__init__(method, url, headers=headers, data=data, **more)
-            return
-        key = method, url, more.get("auth")
-        first = known.get(key)
-        if first is None:
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
-            first = known[key] = aiohttp.ClientRequest(method, url, **{**more, "timer": None})
-        vars(self).update(vars(first), _whole=self._whole, _timer=more["timer"], headers=first.headers.copy())
-        self.headers.update(headers)
-        self.headers["content-length"] = str(len(data))
-
-    async def send(self, conn: Connection) -> aiohttp.ClientResponse:
-        protocol = conn.protocol
-        if self._whole is None:
-            return await super().send(conn)
-        if protocol is None or protocol.transport is None or protocol.writing_paused:
-            self.update_body_from_data(self._whole)
-            return await super().send(conn)
-        transport = protocol.transport
-        # Nothing is awaited before it is put back.
-        protocol.transport = cast(asyncio.Transport, _WithBody(transport, self._whole))
-        try:
-            return await super().send(conn)
-        finally:
-            if protocol.transport is not None:
-                protocol.transport = transport
-
-
-class _WithBody:
-    """A transport to which one head is written: the body goes with it, in one call of the system."""
-
-    __slots__ = ("_body", "_transport")
-
-    def __init__(self, transport: asyncio.Transport, body: bytes) -> None:
-        self._transport, self._body = transport, body
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def write(self, head: bytes) -> None:
-        self._transport.write(head + self._body)

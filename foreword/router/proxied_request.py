@@ -161,7 +161,7 @@ class RoutedRequest:
                 # Later requests of a session go where it is: another replica has no use for their prompts.
                 router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
             if query.keys:
-                pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
+                router.on_placed(pool.model, self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
         if prompt.chain is not None:
             pool.known.placed(prompt.chain, query.tokens, attempt.upstream.url, clock(), by_keys=prompt.exact)
         self.decision_text = router.decisions.record(
@@ -266,6 +266,12 @@ class ProxiedRequest(RoutedRequest):
         """Headers with which a replica says whether it has the request."""
         return {name: value for name, value in self.headers(upstream).items() if name.lower() not in _OF_BODIES}
 
+    def awaits(self, upstream: Upstream, streams: bool) -> Callable[..., AwaitedResponse]:
+        """Makes what the watchdog knows of a response from a replica."""
+        return partial(
+            AwaitedResponse, request_id=self.request_id, headers=partial(self.asking, upstream), streams=streams
+        )
+
     async def send(
         self, upstream: Upstream, body: bytes, path: str, *, streams: bool
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
@@ -278,8 +284,7 @@ class ProxiedRequest(RoutedRequest):
         # A retry has a connection of its own: others of the same age may be as dead as that of the attempt before.
         session = self.router.fresh_session if self.attempts else self.router.session
         post = partial(session.post, url, data=body, headers=headers, allow_redirects=False)
-        asking = partial(self.asking, upstream)
-        watched = partial(AwaitedResponse, request_id=self.request_id, headers=asking, streams=streams)
+        watched = self.awaits(upstream, streams)
 
         async def work() -> tuple[aiohttp.ClientResponse, bytes | None]:
             try:

@@ -25,7 +25,6 @@ from foreword.process_config import RouterConfig
 from foreword.request_errors import NoReplica, QueueFull
 from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
-from foreword.router.recent_answers import SharedPrefixes
 from foreword.router.replicas import ReplicaInfo, Upstream, clock
 from foreword.router.suspicious import MOST_DEATHS, Ask
 from foreword.routing.cost_kinds import MOST_NAME, CostKinds
@@ -89,7 +88,6 @@ class ReplicaPool:
         self.upstreams: dict[str, Upstream] = {}
         self.known = KnownPrompts(ttl=_SESSION_SECONDS)
         self._patience, self._timeout = config.tokenize_patience, config.tokenize_timeout
-        self.shared_prefixes = SharedPrefixes()
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
         # Requests that wait for particular replicas, before the queue and in order: those with the weights that began their
         # response, or those where the same is being asked.

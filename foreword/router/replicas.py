@@ -8,6 +8,7 @@ import asyncio
 import math
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -21,7 +22,6 @@ from foreword.process_config import RouterConfig
 from foreword.request_errors import ReplicaFailed, RequestLost, connection_reason
 from foreword.router import logprobs_probe
 from foreword.router.logprobs_probe import LogprobReadings
-from foreword.router.recent_answers import RecentAnswers
 from foreword.router.replica_body import PATHS, TRANSLATED
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics, parse_metrics
 from foreword.routing.cost_kinds import Measurement
@@ -46,10 +46,22 @@ CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 _ROW: Final = 16
 _SAMPLE: Final = 256
 _MAX_KINDS: Final = 1024
+_TIMES: Final = 128
+_OUTCOMES: Final = 8
 # The kind of refusals that only the request can cause.
 ABOUT_REQUEST: Final = 400
 # The router's clock: monotonic seconds.
 clock: Final = time.monotonic
+
+
+class RecentAnswers:
+    """Newest answers of a replica, for the fleet page: TTFTs and mean ITLs in seconds, and in `problems` why its last requests
+    failed, "" for those that did not; the newest last."""
+
+    def __init__(self) -> None:
+        self.ttft: deque[float] = deque(maxlen=_TIMES)
+        self.itl: deque[float] = deque(maxlen=_TIMES)
+        self.problems: deque[str] = deque(maxlen=_OUTCOMES)
 
 
 class Refusals:

@@ -41,11 +41,11 @@ from foreword.router.extras import Translation, extras_for
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_body import PATHS, TRANSLATED, path_of, replica_body, resuming_fields
+from foreword.router.replica_connection import take_all
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import NotReproduced, ResponseStream, report_of
 from foreword.router.stream_states import FIRST, StreamAction, StreamEvent, StreamMachine, StreamState
 from foreword.router.suspicious import SuspiciousRequest
-from foreword.tasks import apart
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
@@ -101,6 +101,7 @@ class _ResponseProxy:
     _attempt: Attempt | None = None
     _response: aiohttp.ClientResponse | None = None
     _moved: ServerSentEvent | None = None
+    _unsent: bytes | None = None
     # The replica to which the request migrated, if it did.
     _migrated_to: Upstream | None = None
     # A whole response of a replica, and its body; the answer to the client.
@@ -260,7 +261,7 @@ class _ResponseProxy:
 
     async def _forward_all(self) -> StreamEvent:
         assert self._response is not None
-        self._moved = await self._forward(self._present, self._response)
+        await self._forward(self._present, self._response)
         if self._moved is not None:
             return StreamEvent.MOVED
         end = self.stream.end()
@@ -277,88 +278,84 @@ class _ResponseProxy:
             return StreamEvent.BREAKS
         return None
 
-    async def _forward(self, attempt: Attempt, response: aiohttp.ClientResponse) -> ServerSentEvent | None:
-        """Forward one response and close it. Returns the event that announces a migration, if there is one."""
+    async def _forward(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
+        """Forward one response and close it. If the request migrates, `_moved` is set."""
         stream, upstream = self.stream, self._migrated_to or attempt.upstream
-        proxied = self.proxied
-        awaited = AwaitedResponse(
-            response.close,
-            clock(),
-            stream.begun,
-            proxied.request_id,
-            partial(proxied.asking, upstream),
-            streams=True,
-            headless=False,
-            comments=comments_of(response.headers),
-        )
+        watch, comments = self.proxied.awaits(upstream, True), comments_of(response.headers)
+        awaited = watch(response.close, clock(), stream.begun, headless=False, comments=comments)
         upstream.awaited.add(awaited)
-        migrated = None
+        self._moved = None
         stream.next_response(upstream.kind)
         try:
             if self.proxied.weights is not None:
                 await self.proxied.router.confirm(upstream, self.proxied.weights)
-            events = self._forward_events(attempt, response, awaited)
-            # Where all of it has come, nothing wakes up any more.
-            migrated = await (events if response.content.is_eof() else apart(events))
-            if stream.done and migrated is None:
-                await _read_to_end(response)
-            return migrated
+            await self._forward_events(response, awaited)
+            if stream.done and self._moved is None and not response.content.is_eof():
+                with contextlib.suppress(*CONNECTION_ERRORS):
+                    async with asyncio.timeout(_END_SECONDS):
+                        await take_all(response.content, lambda _: True)
         finally:
             upstream.awaited.discard(awaited)
-            if stream.done and migrated is None:
+            if stream.done and self._moved is None:
                 response.release()
             else:
                 response.close()
 
-    async def _forward_events(
-        self, attempt: Attempt, response: aiohttp.ClientResponse, awaited: AwaitedResponse
-    ) -> ServerSentEvent | None:
-        """The loop over a response's events. This is the cost of every token: keep it short."""
-        stream, parser, content = self.stream, EventParser(), response.content
-        while not (stream.done or stream.cut):
-            _join(content)
+    async def _forward_events(self, response: aiohttp.ClientResponse, awaited: AwaitedResponse) -> None:
+        """Forward a response's events, to its end or that of the client's stream."""
+        take = partial(self._take, EventParser(), self._present, awaited)
+        while not self._over:
             try:
-                data = await content.readany()
+                await take_all(response.content, take)
             except CONNECTION_ERRORS as error:
                 raise awaited.error() if awaited.aborted else ReplicaFailed(describe_error(error)) from error
-            if not data:
-                if awaited.aborted:
-                    raise awaited.error()
-                return None
-            # While the client reads, or does not, the replica is not late.
-            awaited.last = math.inf
-            migrated = await self._write_events(attempt, response, parser.feed(data))
-            awaited.last, awaited.begun = clock(), stream.begun
-            if migrated is not None:
-                return migrated
-        return None
+            except ForewordError:
+                await self._send_unsent(response, awaited)
+                raise
+            await self._send_unsent(response, awaited)
+            if awaited.aborted and not self._over:
+                raise awaited.error()
+            if response.content.at_eof():
+                return
 
-    async def _write_events(
-        self, attempt: Attempt, response: aiohttp.ClientResponse, events: list[ServerSentEvent]
-    ) -> ServerSentEvent | None:
-        """Send events that arrived together in one write. Returns the event that announces a migration."""
+    async def _send_unsent(self, response: aiohttp.ClientResponse, awaited: AwaitedResponse) -> None:
+        if self._unsent is not None:
+            # While the client reads, or does not, the replica is not late.
+            awaited.last, data, self._unsent = math.inf, self._unsent, None
+            last = self.stream.done and not self.stream.end_held and response.content.is_eof()
+            await self._write(response, data, last=last)
+            awaited.last = clock()
+
+    @property
+    def _over(self) -> bool:
+        return self.stream.done or self.stream.cut or self._moved is not None
+
+    def _take(self, parser: EventParser, attempt: Attempt, awaited: AwaitedResponse, data: bytes) -> bool:
+        """Send events that arrived together in one write. False if no more is to be taken: what could not be sent at once, or
+        ends the stream, is in `_unsent`. This is the cost of every token: keep it short."""
         stream = self.stream
         pieces: list[bytes] = []
         try:
-            for event in events:
+            for event in parser.feed(data):
                 if event.name == MIGRATED_EVENT:
-                    return event
+                    self._moved = event
+                    break
                 if (piece := stream.take(event)) is not None:
                     pieces.append(piece)
                 if stream.done or stream.cut:
                     break
         finally:
             # Also if an event raised: what came before it counts as sent.
+            awaited.last, awaited.begun = clock(), stream.begun
             if stream.begun and not attempt.begun:
                 self._tell(StreamEvent.OUTPUT)
             if stream.finished and self.machine.state is not StreamState.FINISHED:
                 self._tell(StreamEvent.FINISH)
             if pieces:
-                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-                last = stream.done and not stream.end_held and response.content.is_eof()
-                if last or not data or self.proxied.translation is not None or not self.client.write_now(data):
-                    await self._write(response, data, last=last)
-        return None
+                ready = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+                if stream.done or not ready or self.proxied.translation is not None or not self.client.write_now(ready):
+                    self._unsent = ready
+        return self._unsent is None and not self._over
 
     def _tell(self, event: StreamEvent) -> None:
         """An event while others are forwarded."""
@@ -647,26 +644,6 @@ def _head(proxied: ProxiedRequest, given: Mapping[str, str]) -> Mapping[str, str
         headers["x-foreword-route"] = as_header(proxied.decision_text)
     headers.update(HEADERS)
     return headers
-
-
-async def _read_to_end(response: aiohttp.ClientResponse) -> None:
-    """Read the end of the response after its last event, so that the connection can be reused."""
-    if response.content.is_eof():
-        return
-    with contextlib.suppress(*CONNECTION_ERRORS):
-        async with asyncio.timeout(_END_SECONDS):
-            while await response.content.readany():
-                pass
-
-
-def _join(content: aiohttp.StreamReader) -> None:
-    """Make one piece of all that has come: for each piece that aiohttp hands out it asks its parser and its transport for more.
-    An aiohttp without this buffer is only slower."""
-    pieces: Any = getattr(content, "_buffer", ())
-    if len(pieces) > 1 and not getattr(content, "_buffer_offset", 1):
-        whole = b"".join(pieces)
-        pieces.clear()
-        pieces.append(whole)
 
 
 async def _with_report(response: Answer, counts: UsageCounts, explained: asyncio.Future[Miss] | None) -> Answer:

@@ -25,11 +25,12 @@ from foreword.api.routes import Routes
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import ConfigError, NotFound, did_you_mean
 from foreword.request_errors import NoReplica, ReplicaFailed, UnknownModel
-from foreword.router.attempt import Attempt, DecisionLog, WholeRequest
+from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
 from foreword.router.extras import Audit, Misses, Prefixes, SpeedProbes, WarmUp, extras_for, extras_of, order_for
 from foreword.router.prompts import PromptTokenizer
+from foreword.router.replica_connection import ReplicaConnection, WholeRequest
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
 from foreword.router.replicas import (
@@ -50,6 +51,7 @@ from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
 from foreword.routing.cost_kinds import CostKinds
 from foreword.routing.event_feed import KvEventFeed
 from foreword.routing.fleet import Disaggregation, Fleet
+from foreword.routing.placement import Decision, PlacementQuery
 from foreword.tasks import background, shared
 
 if TYPE_CHECKING:
@@ -152,6 +154,7 @@ class Router:
         self.leave: Callable[[], int] = lambda: 0
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
+        self.on_placed: Callable[[str, str, str, str | None, PlacementQuery, Decision], None] = lambda *placed: None
         self.on_serving: list[Callable[[], None]] = []
         self.pool_type: Callable[..., ReplicaPool] = ReplicaPool
         self.render: Callable[[str], Any] = self.metrics.render
@@ -204,8 +207,10 @@ class Router:
     def _client_session(self, *, fresh: bool = False, **options: Any) -> aiohttp.ClientSession:
         """`fresh`: each request has a new connection."""
         reuse: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": _KEEP_ALIVE_SECONDS}
+        connector: Any = aiohttp.TCPConnector(limit=0, ttl_dns_cache=5, **reuse)
+        connector._factory = partial(ReplicaConnection, asyncio.get_running_loop())
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=5, **reuse),
+            connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
             request_class=cast(Any, partial(WholeRequest, {})),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from typing import Any, Final
 
 from foreword import __version__
@@ -15,7 +16,14 @@ from foreword.request_errors import Forbidden, Unauthorized
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock
 from foreword.router.router import Router
-from foreword.router_extras.fleet_overview import answers_of, decisions_of, misses_of, of_fleet, prefixes_of
+from foreword.router_extras.fleet_overview import (
+    SharedPrefixes,
+    answers_of,
+    decisions_of,
+    misses_of,
+    of_fleet,
+    prefixes_of,
+)
 from foreword.router_extras.replica_memory import memory_of
 
 _SHOWN_DECISIONS: Final = 20
@@ -24,10 +32,15 @@ _SHOWN_PREFIXES: Final = 10
 _SHOWN_CAUSES: Final = 20
 _SHOWN_REQUESTS: Final = 8
 
+# How the prompts of each model began.
+Shared = defaultdict[str, SharedPrefixes]
+
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
     history = MetricsHistory(router.metrics.families, on_loop=True)
     router.on_serving.append(history.keep_sampling)
+    shared: Shared = defaultdict(SharedPrefixes)
+    router.on_placed = lambda model, *placed: shared[model].record(*placed)
 
     @routes.add("GET", "/ui/data/kind", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
     async def kind(call: Call) -> dict[str, Any]:
@@ -49,12 +62,12 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
     @routes.add("GET", "/ui/data/now", right=Right.STATE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
     async def now(call: Call) -> dict[str, Any]:
         """The present state: replicas and the last decisions."""
-        return _now(router, decisions=call.allows(Right.OPERATOR))
+        return _now(router, shared, decisions=call.allows(Right.OPERATOR))
 
     add_pages(routes)
 
 
-def _now(router: Router, *, decisions: bool) -> dict[str, Any]:
+def _now(router: Router, shared: Shared, *, decisions: bool) -> dict[str, Any]:
     problem = router.ready()
     status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
     models = [pool.model for pool in router.pools.values() if pool.upstreams]
@@ -68,16 +81,16 @@ def _now(router: Router, *, decisions: bool) -> dict[str, Any]:
         "replicas": [_replica(router, router.upstreams[url]) for url in order],
         "reads_prompts": any(pool.needs_prompts for pool in router.pools.values()),
         "decisions": last,
-        "prefixes": [found for pool in router.pools.values() for found in _prefixes(pool, order)]
+        "prefixes": [found for pool in router.pools.values() for found in _prefixes(pool, shared[pool.model], order)]
         if decisions
         else None,
         "misses": misses_of(router.decisions, _SHOWN_CAUSES, _SHOWN_REQUESTS) if decisions else None,
     }
 
 
-def _prefixes(pool: ReplicaPool, order: list[str]) -> list[dict[str, Any]]:
+def _prefixes(pool: ReplicaPool, shared: SharedPrefixes, order: list[str]) -> list[dict[str, Any]]:
     more = {"model": pool.model, "replicas": len(pool.upstreams)}
-    return [one | more for one in prefixes_of(pool.shared_prefixes, pool.fleet, order, _SHOWN_PREFIXES)]
+    return [one | more for one in prefixes_of(shared, pool.fleet, order, _SHOWN_PREFIXES)]
 
 
 def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:

@@ -2,21 +2,51 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from foreword.router.attempt import DecisionLog, DecisionRecord, described
-from foreword.router.recent_answers import PromptStart, RecentAnswers, SharedPrefixes
+from foreword.router.replicas import RecentAnswers
 from foreword.routing.directory import CacheTier
 from foreword.routing.fleet import Fleet
+from foreword.routing.placement import Decision, KeySpace, PlacementQuery
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
 
 # Times of all replicas together that the fleet's quantiles are of.
 _FLEET_TIMES: Final = 8192
+_PROMPTS: Final = 1024
+
+
+class PromptStart(NamedTuple):
+    """A prompt that began with what a replica had. `ends`: the last block of that, in each key space."""
+
+    tenant: str
+    name: str | None
+    tokens: int
+    ends: Mapping[KeySpace, bytes]
+    request_id: str
+
+
+class SharedPrefixes:
+    """The starts of the last 1,024 prompts of a model; None for one that began with nothing known. No text, no tokens."""
+
+    def __init__(self) -> None:
+        self.prompts: deque[PromptStart | None] = deque(maxlen=_PROMPTS)
+
+    def record(self, request_id: str, tenant: str, name: str | None, query: PlacementQuery, decision: Decision) -> None:
+        """Note a prompt. `name`: of the named prefix that it begins with."""
+        tokens = max([one.reused for one in decision.estimates], default=0)
+        if not tokens:
+            self.prompts.append(None)
+            return
+        spaces = (query.key_space, *query.other_keys)
+        known = {space: query.keys_in(space)[: tokens // space[1]] for space in spaces}
+        ends = {space: keys[-1] for space, keys in known.items() if keys}
+        self.prompts.append(PromptStart(tenant, name, tokens, ends, request_id) if ends else None)
 
 
 def answers_of(recent: RecentAnswers) -> dict[str, Any]:

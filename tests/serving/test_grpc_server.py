@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import socket
 import struct
@@ -17,23 +16,25 @@ from stranger_messages import call_head, h2_frame
 
 from foreword.router_extras.gateway import grpc_server
 from foreword.router_extras.gateway.grpc_server import GrpcCall, GrpcServer
-from foreword.router_extras.gateway.header_blocks import HeaderDecoder, HeaderFault
 
 grpc = pytest.importorskip("grpc")
 
-ECHO, MANY = b"/test/Echo", b"/test/Many"
-DATA, HEADERS, RESET, SETTINGS, PING, AWAY, WINDOW, MORE = 0, 1, 3, 4, 6, 7, 8, 9
+ECHO, MANY, HOLD = b"/test/Echo", b"/test/Many", b"/test/Hold"
+DATA, HEADERS, PRIORITY, RESET, SETTINGS, PING, AWAY, WINDOW, MORE = 0, 1, 2, 3, 4, 6, 7, 8, 9
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + h2_frame(SETTINGS, 0, 0, b"")
 HEAD = call_head(ECHO)
 
 
 class Served:
-    """A server of two methods: Echo answers each message with itself, Many never ends to answer."""
+    """A server of three methods: Echo answers each message with itself, Many never ends to answer, Hold reads nothing and ends
+    when `gate` is open."""
 
     def __init__(self) -> None:
         self.loop = Loop()
-        self.cancelled = self.answers = 0
-        self.server = GrpcServer({ECHO.decode(): (bytes, self._echo), MANY.decode(): (bytes, self._many)})
+        self.cancelled = self.answers = self.holding = 0
+        self.gate = asyncio.Event()
+        methods = {ECHO: self._echo, MANY: self._many, HOLD: self._hold}
+        self.server = GrpcServer({path.decode(): (bytes, method) for path, method in methods.items()})
         listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = listener.getsockname()[1]
         self.loop.call(lambda: self.server.start(listener, None))
@@ -51,6 +52,12 @@ class Served:
             await call.write(bytes(100_000))
             self.answers += 1
 
+    async def _hold(self, call: GrpcCall) -> None:
+        self.holding += 1
+        with suppress(asyncio.CancelledError):
+            await self.gate.wait()
+        await self.gate.wait()
+
     def echo(self, *messages: bytes) -> list[bytes]:
         """The answers that gRPC's client gets for these."""
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
@@ -58,6 +65,7 @@ class Served:
             return list(channel.stream_stream(ECHO.decode())(iter(messages), timeout=60, wait_for_ready=True))
 
     def close(self) -> None:
+        self.loop.loop.call_soon_threadsafe(self.gate.set)
         self.loop.call(lambda: self.server.stop(0))
         self.loop.close()
 
@@ -79,6 +87,11 @@ class Raw:
 
     def send(self, *frames: bytes) -> None:
         self._socket.sendall(b"".join(frames))
+
+    def try_to_send(self, *frames: bytes) -> None:
+        """Send as much of these as the system takes."""
+        with suppress(BlockingIOError):
+            self._socket.send(b"".join(frames), socket.MSG_DONTWAIT)
 
     def frames(self) -> Iterator[tuple[int, int, int, bytes]]:
         """Kind, flags, stream and data of the next frames, until the connection ends."""
@@ -108,74 +121,6 @@ def message(data: bytes) -> bytes:
     return struct.pack(">BI", 0, len(data)) + data
 
 
-# Header blocks
-
-# All bytes in order, in the Huffman code of HTTP/2 by another implementation.
-ALL_BYTES = base64.b85decode(
-    "|HuFRkN^MT|Ns6!|NrFw|NdY9|K|Vy{(t}f=>Pxf|NsB<|Nr`b|NpE1|Nr0r|Lgz%{?Gsa?f?J&@Bjbr|Ns9F|Nrs-|Nk%l|Np=L|Ih#b{XhTz"
-    "*Z=?hzyJT=|Ns6!|NrOz|Ng)K|LsrX`Twu{tMUH7ukYvm{Vclx2$^ZO9eMkofBzu=zw`f4-MxPX99Z&Y&7Ve{TJ~+-zlR=Qod19K|NKAs|Kwl)"
-    "M;Rn6vrcZEXr`mr+QcT_{yh5k|NH)b`~Tnn|NQ^{Z~yea|DXT*KmXJJ|5N|{U;q0*|LcGM+W-Hz|NnFU{_p?&@BjY4|NH;{{h$B+zyIt1|KR`s"
-    "?*IS8|No2s{~!PUPyg<J|FQr7m;e2r|NP(o`Tzg>|Nq+m{_p?v|NpoD{^$SxkN^EY|K9)q)&KtQ|NGzn{vZF}|Nnpg|6l+9&;Rg$|A+tn5C8Fh"
-    "|Ly<(hyVX~|Nj5~>i_?X|NcM!`9J^ofB(z>|2O~tAOHV@|Nr6t{=fg@|NlS#|1bagKmYxo|Nj^N|HuFT@_+yR@Bjb5|Nrv;|M>s^`+xtJ|M>s^"
-    "{%`;P!T<mGfB*h}|Nq7R|K<PwPyh1&|NS5T|4;w_{{R2}KmY&9|Nr@a|Fi%9&;R>>|IPpZPyhM<|Iz>d&;S0f|N8&`{onuo|Ns9_|NmeA|EvH1"
-    "r~m)g|Nr^F|NhVa|F{4D^Z)<;kN^ME|Nr{G|NmeA|Nnpg{?Gsa+yDRjzyJS#|Nrp+|NFl"
-)
-
-
-def block(*parts: str) -> bytes:
-    return bytes.fromhex("".join(parts))
-
-
-def test_header_blocks_of_the_standard() -> None:
-    """Three requests of RFC 7541 (C.4) after each other, whose later ones name headers of those before; and every byte."""
-    decoder, start = HeaderDecoder(), [(b":method", b"GET"), (b":scheme", b"http"), (b":path", b"/")]
-    host = (b":authority", b"www.example.com")
-    assert decoder.decode(block("828684418cf1e3c2e5f23a6ba0ab90f4ff")) == [*start, host]
-    assert decoder.decode(block("828684be5886a8eb10649cbf")) == [*start, host, (b"cache-control", b"no-cache")]
-    third = decoder.decode(block("828785bf408825a849e95ba97d7f8925a849e95bb8e8b4bf"))
-    assert third[2:] == [(b":path", b"/index.html"), host, (b"custom-key", b"custom-value")]
-    length = len(ALL_BYTES) - 127
-    text = bytes([0xFF, length & 127 | 128, length >> 7]) + ALL_BYTES
-    assert decoder.decode(b"\0\x01x" + text) == [(b"x", bytes(range(256)))]
-
-
-def test_a_table_that_is_full() -> None:
-    """The oldest headers leave the table, all of them for one that is larger than it, and for a table of no size."""
-    decoder = HeaderDecoder()
-    for number in range(50):
-        decoder.decode(b"\x40\x02" + b"%02d" % number + b"\x7f\x01" + bytes(128))
-    assert decoder.decode(b"\xbe\xbf")[0][0] == b"49"
-    kept = 4096 // (2 + 128 + 32)
-    assert decoder.decode(bytes([0x80 | 61 + kept]))[0][0] == b"%02d" % (50 - kept)
-    for emptied in (b"\x40\x01x\x7f\x81\x27" + bytes(5120), b"\x20"):
-        decoder.decode(emptied)
-        with pytest.raises(HeaderFault):
-            decoder.decode(b"\xbe")
-
-
-HOSTILE = {
-    "number 0": b"\x80",
-    "unknown number": b"\xff\x10",
-    "endless number": b"\xff" + b"\xff" * 20,
-    "number without an end": b"\xff",
-    "text without an end": b"\0\x05ab",
-    "no value": b"\0\x01a",
-    "large table": b"\x3f\xe2\x1f",
-    "late size": b"\x82\x20",
-    "end of text within text": b"\0\x84" + b"\xff" * 4 + b"\x01a",
-    "long padding": b"\0\x82\x1f\xff\x01a",
-    "padding of zeros": b"\0\x81\x00\x01a",
-    "large by numbers": b"\x40\x01x\x7f\xd1\x1e" + bytes(4048) + b"\xbe" * 20,
-}
-
-
-@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
-def test_header_blocks_that_are_none(data: bytes) -> None:
-    """A block that is malformed, or that says more than its limit with few bytes, raises one error, and no other."""
-    with pytest.raises(HeaderFault):
-        HeaderDecoder().decode(data)
-
-
 # Calls
 
 
@@ -189,8 +134,9 @@ def test_messages_of_all_sizes_are_echoed(served: Served) -> None:
 
 
 def test_a_message_in_frames_of_one_byte(served: Served) -> None:
-    """However a message and the head of its call are cut into frames, also with padding, it is answered once."""
-    raw = Raw(served.port, h2_frame(HEADERS, 8, 1, b"\x03" + HEAD[:20] + bytes(3)), h2_frame(MORE, 4, 1, HEAD[20:]))
+    """However a message and the head of its call are cut into frames, also with padding and priorities, it is answered once."""
+    raw = Raw(served.port, h2_frame(PRIORITY, 0, 1, bytes(5)))
+    raw.send(h2_frame(HEADERS, 40, 1, b"\x03" + bytes(5) + HEAD[:20] + bytes(3)), h2_frame(MORE, 4, 1, HEAD[20:]))
     for byte in message(b"in pieces"):
         raw.send(h2_frame(DATA, 8, 1, bytes([2, byte, 0, 0])))
     assert raw.next(DATA)[2] == message(b"in pieces")
@@ -257,7 +203,33 @@ def test_a_message_that_is_not_read_is_bounded(served: Served, monkeypatch: pyte
     raw = Raw(served.port, h2_frame(HEADERS, 4, 1, HEAD))
     raw.send(*(h2_frame(DATA, 0, 1, message(bytes(1 << 20))[at : at + 10_000]) for at in range(0, 60_000, 10_000)))
     assert b"grpc-status\x018" in raw.next(HEADERS)[2]
-    assert served.server.held == 0 and served.echo(b"another") == [b"another"]
+    until(lambda: served.server.held == 0)
+    assert served.echo(b"another") == [b"another"]
+    raw.close()
+
+
+def test_messages_without_bytes_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that are not read count more than their bytes: a client cannot leave any number of empty ones."""
+    monkeypatch.setattr(grpc_server, "_HELD_BYTES", 50_000)
+    raw = Raw(served.port, h2_frame(HEADERS, 4, 1, call_head(HOLD)))
+    raw.send(h2_frame(DATA, 0, 1, message(b"") * 1000))
+    assert b"grpc-status\x018" in raw.next(HEADERS)[2]
+    until(lambda: served.server.held == 0)
+    raw.close()
+
+
+@pytest.mark.parametrize("how", ["says nothing", "takes no answers"])
+def test_a_call_that_gets_nowhere(served: Served, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """A call without a message, and one whose client never lets an answer come, end after some time with DEADLINE_EXCEEDED."""
+    monkeypatch.setattr(grpc_server, "_QUIET_SECONDS", 0.3)
+    monkeypatch.setattr(grpc_server, "_SILENT_BEATS", 0 if how == "says nothing" else 1000)
+    monkeypatch.setattr(grpc_server, "_BLOCKED_BEATS", 0 if how == "takes no answers" else 1000)
+    raw = Raw(served.port, h2_frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0)), OPENED)
+    if how == "takes no answers":
+        raw.send(h2_frame(DATA, 0, 1, message(b"a question")))
+    while b"grpc-status\x014" not in raw.next(HEADERS)[2]:  # an answer that waits has begun
+        pass
+    until(lambda: served.cancelled == 1 and not served.server.open)
     raw.close()
 
 
@@ -291,21 +263,97 @@ def test_more_calls_than_a_connection_may_have(served: Served) -> None:
     raw.close()
 
 
+def test_calls_of_all_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call above the limit for all connections is refused, and taken when another one has ended."""
+    monkeypatch.setattr(grpc_server, "_ALL_CALLS", 1)
+    one, other = Raw(served.port, OPENED), Raw(served.port)
+    until(lambda: served.server.open == 1)
+    other.send(OPENED)
+    assert other.next(RESET)[1:] == (1, (7).to_bytes(4))
+    one.close()
+    until(lambda: not served.server.open)
+    other.send(h2_frame(HEADERS, 4, 3, HEAD), h2_frame(DATA, 1, 3, message(b"fine")))
+    assert other.next(DATA)[2] == message(b"fine")
+    other.close()
+
+
+def test_calls_that_are_cancelled_at_once(served: Served) -> None:
+    """Calls that a client opens and cancels count until their handlers have ended, and no longer: also if none has begun."""
+    opened = [h2_frame(HEADERS, 4, 2 * number + 1, call_head(HOLD)) for number in range(101)]
+    resets = [h2_frame(RESET, 0, 2 * number + 1, bytes(4)) for number in range(101)]
+    raw = Raw(served.port, *opened[:100])
+    until(lambda: served.holding == 100)
+    raw.send(*resets[:100], opened[100])
+    assert raw.next(RESET)[1:] == (201, (7).to_bytes(4))
+    served.loop.loop.call_soon_threadsafe(served.gate.set)
+    until(lambda: not served.server.open)
+    for number in range(101, 1101):
+        stream = 2 * number + 1
+        raw.send(h2_frame(HEADERS, 4, stream, HEAD), h2_frame(RESET, 0, stream, bytes(4)))
+    raw.send(h2_frame(PING, 0, 0, bytes(8)))
+    raw.next(PING)
+    until(lambda: not served.server.open)
+    raw.send(h2_frame(HEADERS, 4, 9001, HEAD), h2_frame(DATA, 1, 9001, message(b"fine")))
+    assert raw.next(DATA)[1:] == (9001, message(b"fine"))
+    raw.close()
+
+
+@pytest.mark.parametrize("kind", [PING, SETTINGS])
+def test_a_flood_whose_answers_are_not_read(served: Served, kind: int) -> None:
+    """A client that asks without an end and reads no answers is not read any more; few answers are kept for it."""
+    frames = h2_frame(kind, 0, 0, bytes(8 if kind == PING else 0)) * 1000
+    raw = Raw(served.port)
+
+    def full() -> bool:
+        raw.try_to_send(frames)
+        return any(one.is_full for one in list(served.server.connections))
+
+    until(full)
+    assert max(one.transport.get_write_buffer_size() for one in list(served.server.connections)) < 2 << 20
+    assert served.echo(b"another") == [b"another"]
+    raw.close()
+
+
 PROTOCOL, FLOW, SIZE, TABLE, TOO_MUCH = 1, 3, 6, 9, 11
 OPENED = h2_frame(HEADERS, 4, 1, HEAD)
+# The standard's rules for header blocks, and its limits.
+BLOCKS = {
+    "number 0": b"\x80",
+    "unknown number": b"\xff\x10",
+    "endless number": b"\xff" + b"\xff" * 20,
+    "number without an end": b"\xff",
+    "text without an end": b"\0\x05ab",
+    "no value": b"\0\x01a",
+    "large table": b"\x3f\xe2\x1f",
+    "late size": b"\x82\x20",
+    "end of text within text": b"\0\x84" + b"\xff" * 4 + b"\x01a",
+    "long padding": b"\0\x82\x1f\xff\x01a",
+    "padding of zeros": b"\0\x81\x00\x01a",
+    "large by numbers": b"\x40\x01x\x7f\xd1\x1e" + bytes(4048) + b"\xbe" * 20,
+    "no text": b"\0\x01a\x81\xff\x40",
+}
 FAULTS = {
+    **{name: ([h2_frame(HEADERS, 4, 1, data)], TABLE) for name, data in BLOCKS.items()},
     "a frame that is too large": ([h2_frame(DATA, 0, 1, b"", length=1 << 20)], SIZE),
     "headers of an even stream": ([h2_frame(HEADERS, 4, 2, HEAD)], PROTOCOL),
     "data of no stream": ([h2_frame(DATA, 0, 5, b"x")], PROTOCOL),
     "a reset of no stream": ([h2_frame(RESET, 0, 5, bytes(4))], PROTOCOL),
     "a block that is interrupted": ([h2_frame(HEADERS, 0, 1, HEAD), h2_frame(PING, 0, 0, bytes(8))], PROTOCOL),
     "a block that has not begun": ([h2_frame(MORE, 4, 1, HEAD)], PROTOCOL),
-    "a block that is none": ([h2_frame(HEADERS, 4, 1, b"\x80")], TABLE),
     "a block without an end": ([h2_frame(HEADERS, 0, 1, b""), *[h2_frame(MORE, 0, 1, b"")] * 40], TOO_MUCH),
     "large headers": ([h2_frame(HEADERS, 0, 1, HEAD), *[h2_frame(MORE, 0, 1, bytes(16_000))] * 5], TOO_MUCH),
     "more padding than bytes": ([OPENED, h2_frame(DATA, 8, 1, b"\x05abc")], PROTOCOL),
     "a window that does not grow": ([h2_frame(WINDOW, 0, 0, bytes(4))], PROTOCOL),
     "a window that is too large": ([h2_frame(WINDOW, 0, 0, b"\x7f\xff\xff\xff")], FLOW),
+    "a window of a stream that is too large": ([OPENED, h2_frame(WINDOW, 0, 1, b"\x7f\xff\xff\xff")], FLOW),
+    "settings that make a window too large": (
+        [
+            OPENED,
+            h2_frame(WINDOW, 0, 1, ((1 << 31) - 1 - 65_535).to_bytes(4)),
+            h2_frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 65_536)),
+        ],
+        FLOW,
+    ),
     "settings of a wrong length": ([h2_frame(SETTINGS, 0, 0, bytes(5))], SIZE),
     "a window of settings that is too large": ([h2_frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1 << 31))], FLOW),
     "a ping of a wrong length": ([h2_frame(PING, 0, 0, bytes(7))], SIZE),
@@ -336,6 +384,28 @@ def test_what_is_no_http2(served: Served) -> None:
         while more := stranger.recv(1 << 16):
             data += more
     assert h2_frame(AWAY, 0, 0, bytes(7) + b"\x01") in data
+
+
+def test_a_client_that_sends_byte_by_byte(served: Served) -> None:
+    """The beginning of a connection may come in pieces, and so may all frames."""
+    with socket.create_connection(("127.0.0.1", served.port), 60) as slow:
+        slow.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in PREFACE + OPENED + h2_frame(DATA, 1, 1, message(b"slow")):
+            slow.sendall(bytes([byte]))
+        data = b""
+        while message(b"slow") not in data:
+            data += slow.recv(1 << 16)
+
+
+def test_a_client_that_opens_no_more_calls(served: Served) -> None:
+    """A client that says so (GOAWAY) has its calls that are open answered to their end; what comes behind an end is refused."""
+    raw = Raw(served.port, OPENED, h2_frame(AWAY, 0, 0, bytes(8)), h2_frame(DATA, 0, 1, message(b"the last")))
+    assert raw.next(DATA)[2] == message(b"the last")
+    raw.send(h2_frame(DATA, 1, 1, b""))
+    assert raw.next(HEADERS)[:2] == (5, 1)
+    raw.send(h2_frame(HEADERS, 5, 3, call_head(HOLD)), h2_frame(DATA, 0, 3, message(b"too late")))
+    assert raw.next(RESET)[1:] == (3, (5).to_bytes(4))
+    raw.close()
 
 
 def test_a_client_that_is_gone(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,15 +15,19 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, cast
 from urllib.parse import quote
 
+from hpack import Decoder, HPACKError
+
 from foreword.api.errors import MAX_BODY_BYTES
-from foreword.router_extras.gateway.header_blocks import MAX_LIST_BYTES, HeaderDecoder, HeaderFault
 from foreword.tasks import background
 
 logger = logging.getLogger(__name__)
+# The library logs every header of every call at level debug.
+logging.getLogger("hpack").setLevel(logging.WARNING)
 
 # Status codes of gRPC.
 _OK: Final = 0
 _UNKNOWN: Final = 2
+_LATE: Final = 4
 NOT_FOUND: Final = 5
 _EXHAUSTED: Final = 8
 _UNIMPLEMENTED: Final = 12
@@ -66,8 +70,15 @@ _QUIET_SECONDS: Final = 20.0
 _ANSWER_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.05
 _BACKLOG: Final = 1024
-# Frames of one block of headers.
+# Headers of a call: bytes of their block, and what it says, as HTTP/2 counts: an index of one byte may name thousands.
+_HEADER_BYTES: Final = 64 << 10
 _MOST_PARTS: Final = 16
+# A message that waits takes this beside its bytes.
+_WAITING_BYTES: Final = 64
+# A call without a message ends after so many times of `_QUIET_SECONDS`. A call whose answers are not read has longer: its
+# gateway may wait for a slow client.
+_SILENT_BEATS: Final = 3
+_BLOCKED_BEATS: Final = 30
 
 _PREFIX: Final = struct.Struct(">BI")
 _TYPE: Final = b"\x0f\x10\x10application/grpc"  # content-type, which has a number among the names that HTTP/2 knows
@@ -106,16 +117,20 @@ class GrpcCall:
     """
 
     __slots__ = (
+        "_beats",
         "_begun",
+        "_blocked",
         "_closed",
         "_connection",
         "_decode",
         "_ended",
+        "_heard",
         "_messages",
         "_number",
         "_owed",
         "_part",
         "_room",
+        "_running",
         "_task",
         "_unread",
         "_waiting",
@@ -130,7 +145,8 @@ class GrpcCall:
         self._part = bytearray()
         self._unread = self._owed = 0
         self._room = _STREAM_WINDOW
-        self._begun = self._ended = self._closed = False
+        self._begun = self._ended = self._closed = self._heard = self._blocked = self._running = False
+        self._beats = 0
         self._waiting: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -144,7 +160,7 @@ class GrpcCall:
             self._waiting = asyncio.get_running_loop().create_future()
             await self._waiting
         message = self._messages.popleft()
-        self._hold(-len(message))
+        self._hold(-len(message) - _WAITING_BYTES)
         if self._owed:
             self._grant()
         return self._decode(message)
@@ -160,17 +176,29 @@ class GrpcCall:
                 if head:
                     connection.send(head)
                     head = b""
+                self._blocked = True
                 await connection.changed()
                 continue
             self.window -= most
             connection.window -= most
             connection.send(head + _frame(_DATA, 0, self._number, data[at : at + most]))
-            head, at = b"", at + most
+            head, at, self._blocked, self._beats = b"", at + most, False, 0
 
     # For its connection
 
     def start(self, handler: Handler) -> None:
+        self._connection.running += 1
+        self._connection.server.open += 1
+        self._running = True
         self._task = background(self._run(handler), "a call of a gateway")
+
+    def beat(self) -> None:
+        """End a call that makes no progress. Called once per interval of silence."""
+        if self._blocked or not self._heard:
+            self._beats += 1
+            most, why = (_BLOCKED_BEATS, "its answers are not read") if self._blocked else (_SILENT_BEATS, "no message")
+            if self._beats > most:
+                self._fail(_LATE, why)
 
     def take(self, data: bytes, *, counted: int, last: bool) -> None:
         """The next bytes of the client's messages, of a frame with `counted` bytes."""
@@ -182,11 +210,11 @@ class GrpcCall:
         if self._room < 0:
             raise _ConnectionFault(_FLOW_ERROR, "more bytes than the window of the stream")
         self._owed += counted
+        self._heard = True
         self._part += data
-        self._hold(len(data))
-        at = 0
-        if self._closed:
+        if not self._hold(len(data)):
             return
+        at = 0
         while len(self._part) - at >= _PREFIX.size:
             packed, size = _PREFIX.unpack_from(self._part, at)
             if packed or size > _MESSAGE_BYTES:
@@ -197,8 +225,9 @@ class GrpcCall:
             if len(self._part) < end:
                 break
             self._messages.append(bytes(self._part[at + _PREFIX.size : end]))
-            self._hold(-_PREFIX.size)
             at = end
+            if not self._hold(_WAITING_BYTES - _PREFIX.size):
+                return
         del self._part[:at]
         if last:
             self.half_closed()
@@ -216,8 +245,7 @@ class GrpcCall:
     def cancel(self) -> None:
         """The client has cancelled the call, or the connection is lost."""
         self._close()
-        if self._task is not None:
-            self._task.cancel()
+        self._stop()
 
     # Internals
 
@@ -225,11 +253,14 @@ class GrpcCall:
         if self._waiting is not None and not self._waiting.done() and (self._messages or self._ended):
             self._waiting.set_result(None)
 
-    def _hold(self, more: int) -> None:
+    def _hold(self, more: int) -> bool:
+        """Count these bytes. False if the call has ended for them."""
         self._unread += more
         self._connection.server.held += more
         if more > 0 and self._connection.server.held > _HELD_BYTES:
             self._fail(_EXHAUSTED, "too many bytes of messages are held")
+            return False
+        return True
 
     def _grant(self) -> None:
         """Let the client send more, if what it has sent was read, or is a part of one message."""
@@ -245,8 +276,20 @@ class GrpcCall:
     def _fail(self, status: int, why: str) -> None:
         """End a call whose client has done what it must not."""
         self._end(status, why)
+        self._stop()
+
+    def _stop(self) -> None:
         if self._task is not None:
+            # A task that has not begun never comes to the end of `_run`.
+            self._task.add_done_callback(self._over)
             self._task.cancel()
+
+    def _over(self, _: object = None) -> None:
+        """Let another call take the place of this one, whose handler has ended: until then it takes memory."""
+        if self._running:
+            self._running = False
+            self._connection.running -= 1
+            self._connection.server.open -= 1
 
     def _close(self) -> None:
         """Nothing comes any more, and nothing is sent."""
@@ -287,6 +330,7 @@ class GrpcCall:
             self._end(_OK)
         finally:
             self._task = None  # its frames have this call: a reference cycle
+            self._over()
 
 
 Handler = Callable[[GrpcCall], Coroutine[Any, Any, None]]
@@ -298,6 +342,7 @@ class GrpcConnection(asyncio.Protocol):
     Attributes:
         window: bytes of answers that the client takes now, of all calls. frame_bytes: of one frame.
         is_full: the system takes no more bytes now.
+        running: handlers of calls that have not ended, also of calls that the client has cancelled.
     """
 
     transport: asyncio.Transport
@@ -306,9 +351,10 @@ class GrpcConnection(asyncio.Protocol):
         self.server = server
         self.window, self.frame_bytes, self.is_full = _FIRST_WINDOW, _FRAME_BYTES, False
         self.calls: dict[int, GrpcCall] = {}
+        self.running = 0
         self._kept = bytearray()
         self._begun = self._leaving = self._lost = False
-        self._decoder = HeaderDecoder()
+        self._decoder = Decoder(_HEADER_BYTES)
         self._newest = 0
         self._stream_window = _FIRST_WINDOW
         # The headers of a stream whose block goes on in the next frame.
@@ -321,7 +367,7 @@ class GrpcConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.server.connections.add(self)
-        settings = {_MOST_STREAMS: _CALLS, _WINDOW_OF_STREAMS: _STREAM_WINDOW, _SIZE_OF_HEADERS: MAX_LIST_BYTES}
+        settings = {_MOST_STREAMS: _CALLS, _WINDOW_OF_STREAMS: _STREAM_WINDOW, _SIZE_OF_HEADERS: _HEADER_BYTES}
         self.send(_frame(_SETTINGS, 0, 0, b"".join(_SETTING.pack(*one) for one in settings.items())))
         self.grant(0, _CONNECTION_WINDOW - _FIRST_WINDOW)
         self._timer = asyncio.get_running_loop().call_later(_QUIET_SECONDS, self._beat)
@@ -399,8 +445,7 @@ class GrpcConnection(asyncio.Protocol):
 
     def left(self, number: int) -> None:
         """A call has ended."""
-        if self.calls.pop(number, None) is not None:
-            self.server.open -= 1
+        self.calls.pop(number, None)
         if self._leaving and not self.calls:
             self._ask()
 
@@ -415,7 +460,8 @@ class GrpcConnection(asyncio.Protocol):
     # Internals
 
     def _notify(self) -> None:
-        for future in self._waiting:
+        waiting, self._waiting = self._waiting, set()
+        for future in waiting:
             if not future.done():
                 future.set_result(None)
 
@@ -441,6 +487,8 @@ class GrpcConnection(asyncio.Protocol):
             self._asked = True
             self._ask()
         self._heard = False
+        for call in list(self.calls.values()):
+            call.beat()
         pause = _ANSWER_SECONDS if self._asked else _QUIET_SECONDS
         self._timer = asyncio.get_running_loop().call_later(pause, self._beat)
 
@@ -490,15 +538,15 @@ class GrpcConnection(asyncio.Protocol):
     def _take_block(self, flags: int, data: bytes) -> None:
         block = self._block
         self._parts += 1
-        if len(block) + len(data) > MAX_LIST_BYTES or self._parts > _MOST_PARTS:
+        if len(block) + len(data) > _HEADER_BYTES or self._parts > _MOST_PARTS:
             raise _ConnectionFault(_TOO_MUCH, "the headers are too large")
         block += data
         if not flags & _WHOLE:
             return
         number, self._block_of, self._parts = self._block_of, 0, 0
         try:
-            headers = self._decoder.decode(bytes(block))
-        except HeaderFault as fault:
+            headers = self._decoder.decode(bytes(block), raw=True)
+        except HPACKError as fault:
             raise _ConnectionFault(_TABLE_ERROR, str(fault)) from None
         self._open(number, dict(headers), last=bool(self._block_flags & _LAST))
 
@@ -510,12 +558,11 @@ class GrpcConnection(asyncio.Protocol):
             return
         self._newest = number
         server = self.server
-        if len(self.calls) >= _CALLS or server.open >= _ALL_CALLS:
+        if self.running >= _CALLS or server.open >= _ALL_CALLS:
             self.reset(number, _REFUSED)
             return
         decode, handler = server.methods.get(headers.get(b":path", b""), (bytes, _no_method))
         call = self.calls[number] = GrpcCall(self, number, self._stream_window, decode)
-        server.open += 1
         call.start(handler)
         if last:
             call.half_closed()
@@ -545,6 +592,8 @@ class GrpcConnection(asyncio.Protocol):
         if window != self._stream_window:
             for call in self.calls.values():
                 call.window += window - self._stream_window
+                if call.window > _MOST_WINDOW:
+                    raise _ConnectionFault(_FLOW_ERROR, "a window is too large")
         self._stream_window, self.frame_bytes = window, size
         self.send(_frame(_SETTINGS, _ACK, 0, b""))
         self._notify()
@@ -564,7 +613,7 @@ class GrpcServer:
     """Serves these methods, by path: what decodes their messages, and what handles a call.
 
     Attributes:
-        held: bytes of messages that are not read yet. open: calls.
+        held: bytes of messages that are not read yet. open: calls whose handlers have not ended.
     """
 
     def __init__(self, methods: Mapping[str, tuple[Callable[[bytes], Any], Handler]]) -> None:

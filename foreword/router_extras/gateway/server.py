@@ -15,7 +15,6 @@ from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.router import Router
 from foreword.router_extras.gateway.gateway_headers import GatewaySettings
-from foreword.router_extras.gateway.grpc_server import NOT_FOUND, GrpcCall, GrpcError, GrpcServer
 from foreword.router_extras.gateway.picker import Picker
 
 logger = logging.getLogger(__name__)
@@ -36,6 +35,7 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
     try:
         from foreword.router_extras.gateway import envoy_messages as envoy
         from foreword.router_extras.gateway.external_processor import ExternalProcessor
+        from foreword.router_extras.gateway.grpc_server import NOT_FOUND, GrpcCall, GrpcError, GrpcServer
     except ImportError as error:
         raise ConfigError("--picker needs more packages: pip install 'foreword[gateway]'") from error
 
