@@ -36,7 +36,7 @@ class FairShare:
 
     def among(self, tenants: int, now: float, idle_since: Callable[[float], int]) -> float:
         """The share among so many tenants. `idle_since` counts those of them that were not used after a time."""
-        if now - self._counted_at >= IDLE_SECONDS / 60:
+        if not 0 <= now - self._counted_at < IDLE_SECONDS / 60:  # the clock of an index that is made anew may be behind
             self._idle, self._counted_at = idle_since(now - IDLE_SECONDS), now
         return self._budget / max(tenants - self._idle, 1)
 

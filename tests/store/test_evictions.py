@@ -19,6 +19,7 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.salt import Salt
 from foreword.conformance import make_frames, names_of, present, read, soon
 from foreword.store.base import Name
+from foreword.store.chain_lru import FairShare
 from foreword.store.disk import files, pieces
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.disk.index_rows import IndexTransaction
@@ -317,3 +318,12 @@ def test_the_one_tenant_that_can_be_evicted(tmp_path: Path, piece: int) -> None:
                 assert store.pin(names_of(chain), deadline=soon()) == 2
         assert store.put(make_frames(49, 3, 64, root=root_of(3)), deadline=soon()) == 2
         assert [sum(present(store, chain)) for chain in chains] == [2 * (number != 7) for number in range(100)]
+
+
+def test_idle_tenants_are_counted_again_behind_an_earlier_time() -> None:
+    """Idle tenants are counted once a minute, and at once where the time is before the last count: an index that takes the
+    place of a broken one may begin its clock earlier, and shares of tenants would be wrong until that has caught up."""
+    fair = FairShare(100)
+    assert fair.among(10, 1e6, lambda since: 5) == 20
+    assert fair.among(10, 1e6 + 59, lambda since: 0) == 20
+    assert fair.among(10, 9e5, lambda since: 0) == 10
