@@ -37,8 +37,7 @@ def compared(tenants: Collection[Tenant]) -> list[Tenant]:
 
 def share(usage: Collection[TenantUse], budget: int, now: float, idle: float = IDLE_SECONDS) -> float:
     """The share of each tenant that was in use in the last `idle` units of time."""
-    active = sum(now - one.used_at < idle for one in usage)
-    return budget / max(active, 1)
+    return budget / max(sum(now - one.used_at < idle for one in usage), 1)
 
 
 def choose(

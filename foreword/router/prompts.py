@@ -65,7 +65,7 @@ _MAX_HELD_BACK: Final = 64
 # Replicas asked to tokenize one prompt: the second if the first has not answered after this time.
 _MAX_ASKED: Final = 2
 _HEDGE_SECONDS: Final = 0.02
-# Tokens at the start of a prompt that no template changes when messages follow.
+# Tokens at the start of a prompt, or of its first half, that no template changes when messages follow.
 _START: Final = 16
 # Tokens per byte of an unknown text.
 _BYTES_PER_TOKEN: Final = 4
@@ -460,8 +460,8 @@ def _worth(pool: TokenizingPool, size: int, found: KnownPrefix | None) -> float:
 
 def _agree(tokens: array[int], found: KnownPrefix) -> bool:
     """Whether a replica's tokens begin as those of the turn before. Otherwise some of them are wrong."""
-    begins = tokens[:_START] == found.tokens[:_START]
-    return not found.exact or (begins and len(tokens) >= found.length // 2)
+    start = found.tokens[: min(_START, (len(found.tokens) + 1) // 2)]
+    return not found.exact or (bool(start) and tokens[: len(start)] == start and len(tokens) >= found.length // 2)
 
 
 def _learn_late(known: KnownPrompts, chain: PromptChain, pending: asyncio.Future[array[int] | None]) -> None:

@@ -29,8 +29,8 @@ from foreword.blocks.bounded import Bounded
 _MAX_BYTES: Final = 64 << 20
 _MOST: Final = 8192
 # The first links of a conversation are kept, which others share, and the last ones, from which it goes on or branches.
-_FIRST: Final = 4
-_LAST: Final = 60
+_FIRST: Final = 32
+_LAST: Final = 32
 _TOKEN_BYTES: Final = 4
 _LINK_BYTES: Final = 400
 # A text of which nothing is known.

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
-from foreword.blocks.fair_share import TenantUse, choose, compared, share
+from foreword.blocks.fair_share import IDLE_SECONDS, TenantUse, choose, compared
 from foreword.errors import IntegrityError
 from foreword.store.base import Name
 
@@ -26,6 +26,19 @@ _SLOT_MASK = (1 << _SLOT_BITS) - 1
 _DEPTH_BITS = 24
 _MOST_OUTDATED = 1000
 _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
+
+
+class FairShare:
+    """The share of each tenant, where all are too many to look at for each eviction: idle ones are counted once a minute."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget, self._idle, self._counted_at = budget, 0, -IDLE_SECONDS
+
+    def among(self, tenants: int, now: float, idle_since: Callable[[float], int]) -> float:
+        """The share among so many tenants. `idle_since` counts those of them that were not used after a time."""
+        if not 0 <= now - self._counted_at < IDLE_SECONDS / 60:  # the clock of an index that is made anew may be behind
+            self._idle, self._counted_at = idle_since(now - IDLE_SECONDS), now
+        return self._budget / max(tenants - self._idle, 1)
 
 
 class _Tenant:
@@ -37,9 +50,6 @@ class _Tenant:
         self.heap: list[int] = []
         self.slots = 0
         self.used_at = time.monotonic()
-
-    def usage(self) -> TenantUse:
-        return TenantUse(self.slots, self.used_at)
 
 
 class ChainLru:
@@ -62,6 +72,7 @@ class ChainLru:
         "_orphans",
         "_queued",
         "_quota",
+        "_share",
         "_tenant_of",
         "_tenants",
         "clock",
@@ -81,6 +92,7 @@ class ChainLru:
     ) -> None:
         self.slots = slots
         self._quota = slots if quota is None else quota
+        self._share = FairShare(slots)
         self._tenant_of = tenant_of
         self._tenants: dict[bytes, _Tenant] = {}
         self.clock = 0
@@ -237,11 +249,10 @@ class ChainLru:
     def _choose(self, oldest: dict[bytes, int], tenant_to_add: bytes) -> bytes:
         if len(self._tenants) == 1:
             return next(iter(oldest))
-        now = time.monotonic()
-        usage = {name: tenant.usage() for name, tenant in self._tenants.items()}
-        if tenant_to_add in usage:
-            usage[tenant_to_add] = usage[tenant_to_add].plus(1)
-        return choose(oldest, usage, share(usage.values(), self.slots, now), now)
+        tenants, now = self._tenants, time.monotonic()
+        usage = {one: TenantUse(tenants[one].slots + (one == tenant_to_add), tenants[one].used_at) for one in oldest}
+        share = self._share.among(len(tenants), now, lambda at: sum(one.used_at <= at for one in tenants.values()))
+        return choose(oldest, usage, share, now)
 
     def _oldest(self, tenant: bytes, before: int) -> int | None:
         """The entry of a tenant's least recently used leaf that can be evicted. It stays in the heap."""

@@ -36,6 +36,7 @@ MEMORY = ("tests/store/test_memory.py", "tests/store/test_contract_machine.py")
 TIERED = ("tests/store/test_tiered.py",)
 DISK = ("tests/store/test_disk.py", "tests/store/test_disk_faults.py")
 ENCRYPTION = ("tests/store/test_encryption.py",)
+EVICTIONS = ("tests/store/test_evictions.py",)
 SOUND = ("tests/store/test_sound_blocks_stay.py",)
 ERASURE = ("tests/store/test_erasure_faults.py",)
 LEASES = ("tests/engine/test_lease_contract.py",)
@@ -484,6 +485,34 @@ MUTANTS = (
         "if self._children[slot] or self.pinned[slot]:\n                heappop",
         "if self.pinned[slot]:\n                heappop",
         MEMORY,
+    ),
+    Mutant(
+        "disk: pins ignored by eviction",
+        "foreword/store/disk/index_rows.py",
+        "one.children = 1 AND one.pinned = 0",
+        "one.children = 1",
+        EVICTIONS,
+    ),
+    Mutant(
+        "disk: a chain is evicted below the share of its tenant",
+        "foreword/store/disk/index_rows.py",
+        "            need = min(need, int(usage[tenant].amount - keep))",
+        "            pass",
+        EVICTIONS,
+    ),
+    Mutant(
+        "disk: blocks above one that stays lose their files",
+        "foreword/store/disk/writer.py",
+        "transaction.touch([rows[gone].id], now)\n                    break",
+        "transaction.touch([rows[gone].id], now)",
+        EVICTIONS,
+    ),
+    Mutant(
+        "disk: a hole reaches into the next block",
+        "foreword/store/disk/pieces.py",
+        "    return near[1] + _ENTRY.size, near[3], lows[2], size if found[3] is None else found[3].at",
+        "    return near[1] + _ENTRY.size, near[3], lows[2], size if found[3] is None else found[3].at + found[3].length",
+        EVICTIONS,
     ),
     Mutant(
         "disk: files written in place",

@@ -173,6 +173,17 @@ def test_a_long_conversation_is_found_at_its_end_and_at_its_start() -> None:
     assert start is not None and 0 < start.length < 15
 
 
+def test_a_long_system_message_stays_known_in_a_long_conversation() -> None:
+    """However long a conversation, a new one finds all of the system message and tools that both have."""
+    known = KnownPrompts()
+    system, tools = "rules " * 8000, "x" * 40_000
+    texts = [system, *(f"message {number}" for number in range(120))]
+    for end in range(2, 120, 2):
+        known.learn(chain(*texts[:end], tool=tools), tokens(10_000 + 10 * end))
+        found = known.find(chain(system, "another", tool=tools), NOW)
+        assert found is not None and 8900 < found.length < 10_000 + 10 * end
+
+
 def test_bytes_count_as_they_came() -> None:
     """Messages that mean the same and are written otherwise are two prompts: nothing is read into them."""
 

@@ -152,6 +152,17 @@ def test_no_turn_loses_its_prefix(loop: Loop, count: int, late: tuple[int, ...])
         assert router.metric("foreword:router_placed_prompts_total", source="known") >= (late == (4,)) * CONVERSATIONS
 
 
+def test_a_short_first_turn_takes_no_tokens_from_the_next(loop: Loop) -> None:
+    """A conversation whose first prompt has a few tokens only is placed by its tokens at each turn, as all others are."""
+    with routed(loop, 2, "router.tokenize_timeout=60", "router.tokenize_patience=60") as (router, _):
+        messages = [{"role": "user", "content": "hi"}]
+        for turn in range(1, 4):
+            prompt, _ = ask(router, messages)
+            assert turn > 1 or prompt < 16
+            assert router.metric("foreword:router_placed_prompts_total", source="replica") == turn
+            messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "please go on " * 100}]
+
+
 def test_prompts_that_are_never_tokenized_find_replicas_that_send_events(loop: Loop) -> None:
     """Conversations no prompt of which is tokenized in time, such as long ones at busy servers, find all of the turn before at
     replicas that tell their blocks by events, and its price counts that: no event names a block of text."""

@@ -118,7 +118,7 @@ def test_times_in_the_future_of_an_earlier_build(tmp_path: Path) -> None:
             transaction.connection.execute("UPDATE tenants SET used_at = used_at + ?", (YEAR,))
             transaction.connection.execute("DROP TABLE clocks")
     with closing(DiskStore(tmp_path, 1 << 20)) as store, store._writer.transaction(soon()) as transaction:
-        [used_at] = [used.used_at for used in transaction._tenants().values()]
+        [(used_at,)] = transaction.connection.execute("SELECT used_at FROM tenants").fetchall()
         assert used_at <= transaction.now() < used_at + 600.0
 
 

@@ -6,11 +6,13 @@ import contextlib
 import gc
 import random
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from invariants import check_memory_store
 from processes import in_child
 from servers import wait_until
 
+from foreword.blocks.keys import Scope
+from foreword.blocks.salt import Salt
 from foreword.conformance import (
     SMALL_BYTES,
     SMALL_PAYLOAD,
@@ -432,3 +436,31 @@ def test_reads_do_not_wait_for_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         late = store.reserve(blocks, unread=True, deadline=soon())
         assert late.positions == [*range(96)]
         store.abandon(late)
+
+
+def test_evictions_look_at_few_tenants() -> None:
+    """A put that evicts runs about as many lines of code with 1,000 tenants as with 50."""
+    counts = list[int]()
+    for tenants in (50, 1000):
+        roots = [Scope(b"model", 16, Salt.of(number.to_bytes(2, "big"), None)).root() for number in range(tenants)]
+        with closing(MemoryStore(2000 * (HEADER_BYTES + 64), slot_bytes=HEADER_BYTES + 64)) as store:
+            for number, root in enumerate(roots):
+                put_all(store, make_frames(number, 2000 // tenants, 64, root=root))
+            frames = [make_frames(2000 + number, 8, 64, root=roots[number]) for number in range(48)]
+            lines = 0
+
+            def count(frame: FrameType, event: str, _: object) -> Any:
+                nonlocal lines
+                lines += event == "line"
+                return count
+
+            before = sys.gettrace()
+            sys.settrace(count)
+            try:
+                for chain in frames:
+                    put_all(store, chain)
+            finally:
+                sys.settrace(before)
+            assert store.status().evictions >= 47 * 8
+        counts.append(lines)
+    assert counts[1] < 2 * counts[0], counts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -90,6 +91,24 @@ def test_a_tenant_that_floods(opened: Callable[[str], Store]) -> None:
     assert read(store, chain) == whole(chain)
     put_all(store, make_frames(111, 30, SMALL_PAYLOAD, root=ROOTS[0]))
     assert sum(present(store, chain)) < 3, "beyond its share it is evicted like others"
+
+
+def test_an_idle_tenant_has_no_share(opened: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant that has not used the store for an hour is evicted first, and makes the shares of the others no smaller: one
+    with less than half loses nothing to one that has more, also when the idle one has gone."""
+    store, real = opened(""), time.monotonic
+    idle, small, large = (
+        make_frames(50 + number, count, SMALL_PAYLOAD, root=ROOTS[number]) for number, count in enumerate((6, 16, 18))
+    )
+    for chain in (idle, small, large):
+        put_all(store, chain)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 3660.0)
+    for chain in (small, large):
+        assert read(store, chain) == whole(chain)
+    for seed in range(60, 66):
+        put_all(store, make_frames(seed, 4, SMALL_PAYLOAD, root=ROOTS[2]))
+        assert sum(present(store, idle)) == max(6 - 4 * (seed - 59), 0)
+    assert all(present(store, small)) and blocks_of(store, ROOTS[2]) == 24
 
 
 def test_wrong_quotas(opened: Callable[[str], Store]) -> None:

@@ -329,40 +329,36 @@ class DiskStore(Store):
         return self._writer.with_room(partial(self._delete, wanted, deadline), deadline)
 
     def _delete(self, wanted: dict[int, Name], deadline: float) -> int:
-        count, problem, absent = 0, None, list[Name]()
+        gone, stuck, problems = set[Name](), set[Name](), list[StoreError]()
+
+        def note(error: StoreError) -> None:
+            if isinstance(error, DiskFull):
+                raise error
+            problems.append(error)
+
+        def remove(blocks: Sequence[tuple[Name, BlockPlace]]) -> None:
+            for (name, _), removed in zip(blocks, self._files.remove(blocks, prune=True, on_error=note), strict=True):
+                if removed is None:
+                    stuck.add(name)
+                elif removed:
+                    gone.add(name)
+
         with self._writer.transaction(deadline) as transaction:
-            rows, pending = transaction.find(wanted), transaction.find_pending(wanted)
-            for id_, name in wanted.items():
-                if id_ in pending:  # not present yet, and its writer could not tell that it was deleted
-                    continue
-                row = rows.get(id_)
-                if row is not None and row.name != name:
-                    row = None
-                try:
-                    removed = self._files.remove(name, prune=True, place=ALONE if row is None else row.place)
-                    if row is not None and row.piece:  # a copy in a file of its own would be found afterwards
-                        removed |= self._files.remove(name, prune=True)
-                    if not removed and row is None:
-                        absent.append(name)
-                except DiskFull:
-                    raise
-                except StoreError as error:  # the index learns of those that are gone
-                    problem = error
-                    continue
-                count += removed
-                if row is not None:
-                    transaction.remove(row)
-            try:
-                found = self._files.find(absent) if absent and not self._opener.was_complete else {}
-                for name, (place, _) in found.items():
-                    count += self._files.remove(name, prune=True, place=place)
-            except DiskFull:
-                raise
-            except StoreError as error:
-                problem = error
-        if problem is not None:
-            raise copy_error(problem)
-        return count
+            found, pending = transaction.find(wanted), transaction.find_pending(wanted)
+            # A pending block is not present yet, and its writer could not tell that it was deleted. Ends of chains first.
+            names = [name for id_, name in reversed(wanted.items()) if id_ not in pending]
+            rows = [row for name in names if (row := found.get(block_id(name))) is not None and row.name == name]
+            # A copy in a file of its own would be found afterwards.
+            remove([(row.name, row.place) for row in rows if row.piece] + [(name, ALONE) for name in names])
+            transaction.remove(
+                [row for row in rows if row.name not in stuck]
+            )  # the index learns of those that are gone
+            absent = set(names) - gone - stuck - {row.name for row in rows}
+            if absent and not self._opener.was_complete:
+                remove([(name, place) for name, (place, _) in self._files.find(absent, note).items()])
+        if problems:
+            raise copy_error(problems[-1])
+        return len(gone - stuck)
 
     def _remove_copies(self, found: Sequence[BlockFile], deadline: float) -> None:
         """Remove blocks from pieces in which they were found: the index may have had them in another place."""
@@ -372,9 +368,8 @@ class DiskStore(Store):
         ids = [block_id(file.name) for file in found]
         with self._writer.transaction(deadline) as transaction:
             pending = transaction.find_pending(ids)
-            for id_, file in zip(ids, found, strict=True):
-                if id_ not in pending:
-                    self._files.remove(file.name, prune=True, place=file.place)
+            copies = [(file.name, file.place) for id_, file in zip(ids, found, strict=True) if id_ not in pending]
+            self._files.remove(copies, prune=True)
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         if not self._ready_to_write(deadline):

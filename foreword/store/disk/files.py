@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -270,23 +271,34 @@ class BlockFiles:
             return pieces.lengths_at(file.fileno(), [(key_of(name), place.at)])[0]
         return -1
 
-    def remove(self, name: Name, token: str = "", *, prune: bool = False, place: BlockPlace = ALONE) -> bool:
-        """Remove a block, which has a file of its own or lies at this place, or the incomplete file of the writer `token`.
-        False if there is none. With `prune`, the folders of its key and of its root are removed as well if they are empty: who
-        writes there creates them again. Evictions leave them: a file system may take a millisecond for each."""
-        if place.piece:
-            path = self.piece_path(name, place.piece)
-            removed = _remove_from_piece(path, key_of(name), place.at)
-        else:
-            path = self.path(name)
-            removed = remove_file(f"{path}.{token}" if token else path)
-        if prune:
-            _remove_empty(os.path.dirname(path), path.rsplit("/", 3)[0])
-        return removed
+    def remove(
+        self, blocks: Iterable[tuple[Name, BlockPlace]], *, prune: bool = False, on_error: OnError = raise_error
+    ) -> list[bool | None]:
+        """Remove blocks from these places, those that follow one another in a piece at once. Returns for each whether it was
+        there; None if it cannot be removed, for which `on_error` is called. With `prune`, the folders of keys and roots are
+        removed as well if they are empty: who writes there creates them again. Evictions leave them: a file system may take a
+        millisecond for each."""
+        found: list[bool | None] = []
+        grouped = itertools.groupby(blocks, key=lambda one: (one[0][:PREFIX_BYTES], one[1].piece))
+        for (prefix, piece), members in grouped:
+            for some in [[*members]] if piece else ([one] for one in members):
+                path = self.piece_path(prefix, piece) if piece else self.path(some[0][0])
+                try:
+                    places = {key_of(name): place.at for name, place in some}
+                    there = _remove_from_piece(path, places) if piece else places if remove_file(path) else ()
+                    if prune:
+                        _remove_empty(os.path.dirname(path), path.rsplit("/", 3)[0])
+                except StoreError as error:
+                    on_error(error)
+                    found += [None] * len(some)
+                else:
+                    found += [key_of(name) in there for name, _ in some]
+        return found
 
-    def remove_piece(self, name: Name, piece: int, token: str = "") -> None:
-        """Remove a piece with the layout and root of `name`, or the incomplete one of the writer `token`. Raises StoreError."""
-        path = self.piece_path(name, piece)
+    def remove_whole(self, name: Name, piece: int, token: str = "") -> None:
+        """Remove a piece with the layout and root of `name`, or, if that is 0, the file of this block alone; with `token`, the
+        incomplete one of that writer. Raises StoreError."""
+        path = self.piece_path(name, piece) if piece else self.path(name)
         remove_file(f"{path}.{token}" if token else path)
 
     def prune(self, layout: bytes, root: bytes) -> None:
@@ -377,10 +389,12 @@ def read_block_header(file: BlockFile) -> Header | None:
 def remove_file(path: str) -> bool:
     """Remove a file, or a folder in its place. False if there is none. Raises StoreError."""
     try:
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        else:
+        try:
             os.unlink(path)
+        except OSError:
+            if not os.path.isdir(path) or os.path.islink(path):
+                raise
+            shutil.rmtree(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
@@ -408,23 +422,24 @@ def _piece_blocks(path: str, prefix: bytes, piece: int, modified: float) -> list
     return blocks or None
 
 
-def _remove_from_piece(path: str, key: bytes, at: int) -> bool:
-    """Remove a block from a piece, and the piece if it was the last one. False if it is not there. Raises StoreError."""
+def _remove_from_piece(path: str, places: Mapping[bytes, int]) -> Collection[bytes]:
+    """Remove blocks from a piece, by key and offset, and the piece with the last one. Returns the keys that were there; all if
+    nothing in it can be found. Raises StoreError."""
     try:
         handle = os.open(path, _CHANGE)
         try:
-            removed, more = pieces.remove_block(handle, key, at)
+            removed, more = pieces.remove_blocks(handle, places)
         finally:
             os.close(handle)
         if not more:
             os.unlink(path)
     except FileNotFoundError:
-        return False
-    except BadPiece:  # nothing in it can be found
-        return remove_file(path)
+        return ()
+    except BadPiece:
+        return places if remove_file(path) else ()
     except OSError as error:
         if error.errno in _NO_FILE | _UNREADABLE | {errno.EISDIR}:
-            return remove_file(path)
+            return places if remove_file(path) else ()
         raise store_error(error) from error
     return removed
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import random
 import sqlite3
 import struct
 import time
@@ -37,11 +38,12 @@ from urllib.parse import quote
 
 import xxhash
 
-from foreword.blocks.fair_share import TenantUse, choose, compared, share
+from foreword.blocks.fair_share import COMPARED, IDLE_SECONDS, TenantUse, choose
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES, tenant_of
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
+from foreword.store.chain_lru import FairShare
 from foreword.store.disk.pieces import ALONE, BlockPlace
 from foreword.store.frame import Frame, Header
 from foreword.store.machine import clock_id
@@ -99,6 +101,22 @@ _WRONG_CHILDREN: Final = """
 _WRONG_TENANTS: Final = """SELECT 1 WHERE (SELECT coalesce(sum(bytes), 0) FROM tenants) != (SELECT bytes FROM totals)
     OR EXISTS (SELECT 1 FROM tenants WHERE typeof(bytes) != 'integer' OR typeof(used_at) != 'real')"""
 _ROW: Final = "id, name, above, size, used, children, pinned, piece, at"  # the fields of BlockRow
+_LEAF: Final = "children = 0 AND pinned = 0 AND used < ?"
+# Id, bytes and last use of tenants, that of their least recently used leaf, and the number of all tenants.
+_TENANTS: Final = f"""SELECT id, bytes, used_at, (SELECT min(used) FROM blocks WHERE tenant = some.id AND {_LEAF}),
+    (SELECT count(*) FROM tenants) FROM"""
+_NAMED_TENANTS: Final = f"{_TENANTS} (SELECT * FROM tenants WHERE {IN_LIST}) AS some"
+# Those from an id on, and the first ones behind the last: ids are hashes, so these are as good as drawn.
+_DRAWN_TENANTS: Final = f"""{_TENANTS} (SELECT * FROM (SELECT * FROM tenants WHERE id >= ? ORDER BY id LIMIT ?)
+    UNION ALL SELECT * FROM (SELECT * FROM tenants WHERE id < ? ORDER BY id LIMIT ?) LIMIT ?) AS some"""
+# A leaf and the blocks above it without another child, none of which was used later, until so many bytes are found.
+_CHAIN: Final = f"""WITH RECURSIVE chain AS (SELECT * FROM
+    (SELECT {_ROW}, ? - size AS more FROM blocks WHERE tenant = ? AND {_LEAF} ORDER BY used, depth DESC LIMIT 1)
+    UNION ALL SELECT one.id, one.name, one.above, one.size, chain.used, one.children, 0, one.piece, one.at, more - one.size
+    FROM chain JOIN blocks AS one ON one.id = chain.above
+    WHERE more > 0 AND one.children = 1 AND one.pinned = 0 AND one.used <= chain.used
+) SELECT * FROM chain LIMIT ?"""
+_MOST_OF_CHAIN: Final = 1024
 _PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # of PendingRow, but its place
 _PENDING_FIELDS: Final = 9
 _OF_PIECE: Final = -1  # the depth of the row of a piece
@@ -218,7 +236,6 @@ class IndexTransaction:
         self.added, self.removed = list[int](), list[int]()
         self._more: dict[int, int] = {}  # bytes that this transaction adds to tenants
         self._uses: dict[int, float] = {}  # last uses by tenants
-        self._usage: dict[int, TenantUse] | None = None  # of the tenants before this transaction
         self._now: float | None = None
 
     def now(self) -> float:
@@ -251,14 +268,17 @@ class IndexTransaction:
             "UPDATE totals SET blocks = ?, bytes = ?, pinned_bytes = ?, clock = ?",
             (self.blocks, self.bytes, self.pinned_bytes, self.clock),
         )
-        if self._more or self._uses:
-            tenants = self._more.keys() | self._uses.keys()
+        self._save_tenants()
+
+    def _save_tenants(self) -> None:
+        if tenants := self._more.keys() | self._uses.keys():
             self._execute_many(
                 "INSERT INTO tenants VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE"
                 " SET bytes = bytes + excluded.bytes, used_at = max(used_at, excluded.used_at)",
                 [(one, self._more.get(one, 0), self._uses.get(one, 0.0)) for one in tenants],
             )
             self._execute_many("DELETE FROM tenants WHERE id = ? AND bytes <= 0", [(one,) for one in tenants])
+            self._more, self._uses = {}, {}
 
     def last_row(self) -> int:
         """The largest row id of a block."""
@@ -297,36 +317,35 @@ class IndexTransaction:
         places: Mapping[int, BlockPlace],
     ) -> list[PendingRow]:
         """Note the blocks that `writer` is going to write, by id, their names, the ids of their parents, and where those will
-        lie that have no file of their own. None of them is in the index."""
+        lie that have no file of their own. None of them is in the index, and their bytes were counted (`reserve`)."""
         rows = []
         for id_, one in frames.items():
             head, place = one.header, places.get(id_, ALONE)
             known = id_, writer, used, len(one.data), parents[id_], head.depth, clock, names[id_], head.parent
             rows.append(PendingRow._make(known + place))
-        noted, sizes = list[Sequence[object]](), dict[bytes, int]()
+        noted = list[Sequence[object]]()
         for piece, members in itertools.groupby(rows, key=lambda row: row.piece):
             some = list(members)
             if not piece:
                 noted += [row[:_PENDING_FIELDS] for row in some]
-                for row in some:
-                    prefix = row.name[:PREFIX_BYTES]
-                    sizes[prefix] = sizes.get(prefix, 0) + row.size
             else:
                 size, prefix = sum([row.size for row in some]), some[0].name[:PREFIX_BYTES]
-                sizes[prefix] = sizes.get(prefix, 0) + size
                 ids = struct.pack(f"<{len(some)}q", *[row.id for row in some])
                 noted.append((piece, writer, used, size, 0, _OF_PIECE, clock, prefix + bytes(KEY_BYTES), ids))
         self._insert_rows(f"writing ({_PENDING})", noted)
-        for prefix, size in sizes.items():
-            self._add_bytes(prefix, size)
-            self.note_tenant(tenant_id(prefix), self.now())
         return rows
 
-    def _add_bytes(self, name: Name, size: int) -> None:
-        """Count bytes of a block, or of one less if negative."""
+    def reserve(self, name: Name, size: int) -> int:
+        """Count bytes that will be written with the layout and root of a block, or fewer if negative. Returns their tenant."""
+        self.note_tenant(tenant := self._add_bytes(name, size), self.now())
+        return tenant
+
+    def _add_bytes(self, name: Name, size: int) -> int:
+        """Count bytes of a block, or of one less if negative. Returns its tenant."""
         tenant = tenant_id(name)
         self.bytes += size
         self._more[tenant] = self._more.get(tenant, 0) + size
+        return tenant
 
     def note_tenant(self, tenant: int, used_at: float) -> None:
         """Note that a tenant used the store, at a time of the index's clock."""
@@ -455,67 +474,66 @@ class IndexTransaction:
         )
         self._execute("DELETE FROM waiting WHERE id = ? AND children <= 0", (parent,))
 
-    def remove(self, row: BlockRow) -> None:
-        """Remove a block whose file has been removed."""
-        # Read the row again: this transaction may have changed the children of the block since.
-        children, used = self._execute("SELECT children, used FROM blocks WHERE id = ?", (row.id,)).fetchone()
-        self._execute("DELETE FROM blocks WHERE id = ?", (row.id,))
-        self.removed.append(row.id)
-        if children:
-            self._execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (row.id, children))
-        if row.parent_id:
-            self._count_children(row.parent_id, -1, used)
-        self.blocks -= 1
-        self._add_bytes(row.name, -row.size)
-        self.pinned_bytes -= row.size if row.pinned else 0
+    def remove(self, rows: Sequence[BlockRow]) -> None:
+        """Remove blocks whose files have been removed, given as they are in the index now."""
+        if not rows:
+            return
+        removed, lost, sizes = [row.id for row in rows], dict[int, tuple[int, int]](), dict[bytes, int]()
+        if self._execute(f"DELETE FROM blocks WHERE {IN_LIST}", (_listed(removed),)).rowcount != len(rows):
+            raise BrokenIndex("the index has lost blocks that are removed")
+        for row in rows:
+            fewer, used = lost.pop(row.id, (0, 0))  # children that are removed too, and the last use of one
+            if row.children > fewer:
+                self._execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (row.id, row.children - fewer))
+            if row.parent_id:
+                count, latest = lost.get(row.parent_id, (0, 0))
+                lost[row.parent_id] = count + 1, max(latest, row.used, used)
+            sizes[row.name[:PREFIX_BYTES]] = sizes.get(row.name[:PREFIX_BYTES], 0) - row.size
+            self.pinned_bytes -= row.size if row.pinned else 0
+        for parent, (count, used) in lost.items():
+            self._count_children(parent, -count, used)
+        for prefix, size in sizes.items():
+            self._add_bytes(prefix, size)
+        self.removed += removed
+        self.blocks -= len(rows)
 
-    def victim(
-        self, before: int, budget: int, to_write: Mapping[int, int], tenants: Sequence[int] = ()
-    ) -> BlockRow | None:
-        """The leaf to evict next: not pinned, last used before the time `before`, the deepest of equals.
+    def victims(
+        self, before: int, need: int, fair: FairShare, only: Sequence[int] = (), quota: int = 0
+    ) -> list[BlockRow]:
+        """The blocks to evict next, at most until `need` bytes are found, each before its parent: a leaf that is not pinned and
+        was last used before the time `before`, and those above it that are leaves then, and were used no later.
 
-        It is the least recently used one of the tenant that `fair_share` chooses, among `tenants` if there are any. `to_write`
-        are bytes of tenants.
+        The leaf is the least recently used one, the deepest of equals, of the tenant that `fair_share` chooses, and there are
+        not more than until another one may have to give some. `only`: the tenants to evict from, down to `quota`; (): any.
         """
-        usage, now = self._tenants(), self.now()
-        for tenant, size in to_write.items():
-            usage[tenant] = usage.get(tenant, TenantUse(0, now)).plus(size)
-        for group in [tenants] if tenants else [compared(usage), usage]:
-            rows = {one: row for one in group if (row := self._oldest_leaf(one, before)) is not None}
-            if len(rows) == 1:
-                return next(iter(rows.values()))
-            if rows:
-                oldest = {one: row.used for one, row in rows.items()}
-                return rows[choose(oldest, usage, share(usage.values(), budget, now), now)]
-        return None
-
-    def tenant_bytes(self, tenant: int) -> int:
-        """Bytes of the blocks of a tenant."""
-        return self._tenants().get(tenant, TenantUse(0, 0.0)).amount
-
-    def _tenants(self) -> dict[int, TenantUse]:
-        """Use of the store by each tenant now."""
-        if self._usage is None:
-            found = self._execute("SELECT id, bytes, used_at FROM tenants")
-            self._usage = {tenant: TenantUse(size, used_at) for tenant, size, used_at in found}
-        usage = dict(self._usage)
-        for tenant in self._more.keys() | self._uses.keys():
-            size, used_at = usage.get(tenant, (0, 0.0))
-            usage[tenant] = TenantUse(size + self._more.get(tenant, 0), max(used_at, self._uses.get(tenant, 0.0)))
-        return usage
-
-    def _oldest_leaf(self, tenant: int, before: int) -> BlockRow | None:
-        found = self._execute(
-            f"SELECT {_ROW} FROM blocks WHERE tenant = ? AND children = 0 AND pinned = 0 AND used < ?"
-            " ORDER BY used, depth DESC LIMIT 1",
-            (tenant, before),
-        ).fetchone()
-        if found is None:
-            return None
-        row = BlockRow._make(found)
-        if len(row.name) != NAME_BYTES:
+        self._save_tenants()
+        start, now = random.getrandbits(63), self.now()
+        drawn = [(_DRAWN_TENANTS, (start, most, start, most, most)) for most in (COMPARED, -1)]
+        for sql, values in [(_NAMED_TENANTS, (_listed(only),))] if only else drawn:
+            found = sorted(self._execute(sql, (before, *values)))  # by id, so that equals are chosen alike
+            if leaves := {tenant: used for tenant, _, _, used, _ in found if used is not None}:
+                break
+        else:
+            return []
+        usage = {tenant: TenantUse(size, used_at) for tenant, size, used_at, _, _ in found}
+        keep = quota if only else fair.among(found[0][-1], now, self._idle_since)
+        tenant = choose(leaves, usage, keep, now)
+        if only or (len(leaves) > 1 and now - usage[tenant].used_at < IDLE_SECONDS):
+            need = min(need, int(usage[tenant].amount - keep))
+        rows = [BlockRow._make(row[:-1]) for row in self._execute(_CHAIN, (need, tenant, before, _MOST_OF_CHAIN))]
+        if any(len(row.name) != NAME_BYTES for row in rows):
             raise BrokenIndex("a row of the index has no valid name")
-        return row
+        return rows
+
+    def _idle_since(self, used_at: float) -> int:
+        """The number of tenants that were not used after a time."""
+        return int(self._execute("SELECT count(*) FROM tenants WHERE used_at <= ?", (used_at,)).fetchone()[0])
+
+    def larger(self, tenants: Iterable[int], quota: int) -> list[int]:
+        """The tenants among these that have more bytes than `quota`."""
+        self._save_tenants()
+        found = self._execute(f"SELECT id FROM tenants WHERE {IN_LIST} AND bytes > ?", (_listed(tenants), quota))
+        return [one for (one,) in found]
 
     def check_totals(self) -> None:
         """Raises BrokenIndex if the totals do not agree with the rows."""
@@ -524,7 +542,7 @@ class IndexTransaction:
 
     def check_leaves(self) -> None:
         """Raises BrokenIndex if there are blocks, but none without a child: then the numbers of children are wrong."""
-        if self.blocks and not self.pinned_bytes and self.victim(_LARGEST, 1, {}) is None:
+        if self.blocks and not self.pinned_bytes and not self.victims(_LARGEST, 1, FairShare(1)):
             raise BrokenIndex("no block of the index is the last of its chain")
 
     def touch(self, ids: Iterable[int], used: int) -> None:

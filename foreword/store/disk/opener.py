@@ -189,12 +189,11 @@ class FolderScan:
 
     def _discard(self, ids: Sequence[int]) -> None:
         with self._index.write(_soon()) as transaction:
-            for row in transaction.find(ids).values():
-                if self._files.size(row.name, row.place) != row.size:
-                    with contextlib.suppress(StoreError):
-                        self._files.remove(row.name, place=row.place)
-                    transaction.remove(row)
-                    self._notes["missing"] += 1
+            rows = transaction.find(ids).values()
+            wrong = [row for row in rows if self._files.size(row.name, row.place) != row.size]
+            self._files.remove([(row.name, row.place) for row in wrong], on_error=skip)
+            transaction.remove(wrong)
+            self._notes["missing"] += len(wrong)
 
     def _list(self, unlisted: UnlistedFiles) -> None:
         """Find the files that the index lacks, and remove those that dead processes did not complete."""
@@ -223,8 +222,7 @@ class FolderScan:
             for id_, file in zip(ids, found, strict=True):
                 same = id_ in pending and pending[id_].is_at(file.place)
                 if not same and id_ in rows and rows[id_].place != file.place:
-                    with contextlib.suppress(StoreError):
-                        self._files.remove(file.name, place=file.place)
+                    self._files.remove([(file.name, file.place)], on_error=skip)
 
     def _add(self, batch: Sequence[BlockFile]) -> None:
         headers = [read_block_header(file) for file in batch]
@@ -239,8 +237,7 @@ class FolderScan:
                 if known.get(id_) == file.place or (id_ in pending and pending[id_].is_at(file.place)):
                     continue
                 if header is None or id_ in known or id_ in pending:  # damaged, or a second copy
-                    with contextlib.suppress(StoreError):
-                        self._files.remove(file.name, place=file.place)
+                    self._files.remove([(file.name, file.place)], on_error=skip)
                     continue
                 known[id_] = file.place
                 used = min(max(int(file.modified * 1e6), 1), transaction.clock)

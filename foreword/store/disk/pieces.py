@@ -23,7 +23,7 @@ import errno
 import os
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Final, NamedTuple
 
@@ -161,9 +161,10 @@ def _entry_at(table: bytes, at: int) -> PieceEntry | None:
     return PieceEntry._make(_ENTRY.unpack_from(table, at)) if 0 <= at < len(table) else None
 
 
-def _hole(table: bytes, at: int, align: int, size: int) -> tuple[int, int] | None:
-    """The start and the end of what is free without the block whose entry is there: between those beside it that were not
-    removed. None if their entries, or those beside them, do not lie in order: some are damaged."""
+def _gap(table: bytes, at: int, align: int, size: int) -> tuple[int, int, int, int]:
+    """The gap around an entry that is removed: start and end of the removed entries there, and start and end of the bytes
+    between the blocks beside these. All 0 if the entries of those, or of the ones beside them, do not lie in order: some are
+    damaged."""
     near = [at]
     for _ in range(2):  # those before it and behind it that were not removed
         before, behind = table[: max(near[0], 0)].rstrip(b"\0"), table[near[-1] + _ENTRY.size :]
@@ -171,37 +172,51 @@ def _hole(table: bytes, at: int, align: int, size: int) -> tuple[int, int] | Non
         near.insert(0, (len(before) - 1) // _ENTRY.size * _ENTRY.size)
         near.append(near[-1] + _ENTRY.size + skipped - skipped % _ENTRY.size)
     low, lows = _rounded(_HEAD.size + len(table), align), list[int]()
-    for one in (found := [_entry_at(table, one) for one in near]):
+    for one in (found := [None if one == at else _entry_at(table, one) for one in near]):
         lows.append(low)
         if one is not None:
             if one.at < low or not one.length or one.at + one.length > size:
-                return None
+                return 0, 0, 0, 0
             low = _rounded(one.at + one.length, align)
-    return lows[2], size if found[3] is None else found[3].at
+    return near[1] + _ENTRY.size, near[3], lows[2], size if found[3] is None else found[3].at
 
 
-def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
-    """Remove a block from a piece, or what is at its place where the key in the table is damaged. Returns whether it was there,
-    and whether another one is. Raises BadPiece, OSError.
+def remove_blocks(handle: int, places: Mapping[bytes, int]) -> tuple[set[bytes], bool]:
+    """Remove blocks from a piece, given their offsets by key, or what is at their places where keys in the table are damaged.
+    Returns the keys that were there, and whether another block is. Raises BadPiece, OSError.
 
-    Also frees what a process that was killed in between has left beside it, or anywhere if the block is not there.
+    Also frees what a process that was killed in between has left beside them, or anywhere if one of them is not there.
     """
     align, data, size = _read_bytes(handle)
-    number = _find(data, key)
-    entry = _entry_at(data, number)
-    if entry is not None and not (data[:number] + data[number + _ENTRY.size :]).strip(b"\0"):
-        return True, False  # the file goes at once, or not at all
-    hole = _hole(data, number, align, size) if entry is not None and entry.at == place else None
-    if hole is not None:
-        os.pwrite(handle, _REMOVED, _HEAD.size + number)
-        _punch(handle, hole[0], hole[1] - hole[0])
-        return True, _has_block(handle)
+    found = sorted((_find(data, key), key) for key in places)
+    there, left = {key for number, key in found if number >= 0}, bytearray(data)
+    for number, _ in found[len(found) - len(there) :]:
+        left[number : number + _ENTRY.size] = _REMOVED
+    table = bytes(left)
+    if there and not table.strip(b"\0"):
+        return there, False  # the file goes at once, or not at all
+    gap, gaps = (0, 0, 0, 0), list[tuple[int, int, int, int]]()
+    for number, key in found:
+        entry = _entry_at(data, number)
+        if entry is not None and number >= gap[1]:
+            gap = _gap(table, number, align, size)
+            gaps.append(gap)
+        if entry is None or entry.at != places[key] or not gap[2] <= entry.at < gap[3]:
+            _remove_damaged(handle, places, align, data, size)
+            return there, _has_block(handle)
+    for low, high, start, end in gaps:
+        os.pwrite(handle, bytes(high - low), _HEAD.size + low)
+        _punch(handle, start, end - start)
+    return there, _has_block(handle)
+
+
+def _remove_damaged(handle: int, places: Mapping[bytes, int], align: int, data: bytes, size: int) -> None:
+    """Remove blocks from a piece whose table, `data`, is damaged or lacks some of them."""
     table = list(map(PieceEntry._make, _ENTRY.iter_unpack(data)))
-    there, left, gone = False, list[PieceEntry](), list[PieceEntry]()
+    left, gone, offsets = list[PieceEntry](), list[PieceEntry](), {*places.values()}
     for number, one in enumerate(table):
-        if one.length and (one.key == key or one.at == place):
+        if one.length and (one.key in places or one.at in offsets):
             os.pwrite(handle, _REMOVED, _HEAD.size + number * _ENTRY.size)
-            there |= one.key == key
             gone.append(one)
         elif one.length:
             left.append(one)
@@ -210,7 +225,6 @@ def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
         end = min([size, one.at + one.length, *(other.at for other in left if other.at > one.at)])
         if _HEAD.size + _ENTRY.size * len(table) <= one.at < end:
             _punch(handle, one.at, end - one.at)
-    return there, _has_block(handle)
 
 
 def free_removed(handle: int, align: int, left: Sequence[PieceEntry], count: int) -> None:

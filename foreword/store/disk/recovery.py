@@ -91,9 +91,9 @@ def recover_dead_writers(transaction: IndexTransaction, files: BlockFiles, ours:
         for piece in (row for row in unfinished if row.is_piece):
             count += _recover_piece(transaction, files, piece, token)
         for row in rows:
-            files.remove(row.name, token)
+            files.remove_whole(row.name, 0, token)
             if files.size(row.name) != row.size:
-                files.remove(row.name)
+                files.remove_whole(row.name, 0)
         transaction.finish(row for row in rows if files.size(row.name) == row.size)
         transaction.drop(row for row in rows if files.size(row.name) != row.size)
         count += len(rows)
@@ -104,18 +104,18 @@ def recover_dead_writers(transaction: IndexTransaction, files: BlockFiles, ours:
 
 def _recover_piece(transaction: IndexTransaction, files: BlockFiles, piece: PendingRow, token: str) -> int:
     """Finish the write of a piece that is complete, roll back that of one that is not. Returns the number of its blocks."""
-    files.remove_piece(piece.name, piece.id, token)
+    files.remove_whole(piece.name, piece.id, token)
     blocks = list[PendingRow]()
     for file in files.in_piece(piece.name, piece.id):
         header = read_block_header(file)
         if header is None:
-            files.remove(file.name, place=file.place)
+            files.remove([(file.name, file.place)])
         else:
             row = pending_row(block_id(file.name), header, file.size, piece.used, piece.stored_at, place=file.place)
             blocks.append(row)
     if blocks:
         transaction.finish_piece(piece, blocks)
     else:
-        files.remove_piece(piece.name, piece.id)
+        files.remove_whole(piece.name, piece.id)
         transaction.drop([piece])
     return len(piece.parent) // 8

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -22,6 +22,7 @@ from foreword.blocks.layout import PREFIX_BYTES
 from foreword.errors import StoreError, StoreFull
 from foreword.store.background import at_once, divide
 from foreword.store.base import Name, time_left
+from foreword.store.chain_lru import FairShare
 from foreword.store.disk.files import BlockFiles, DiskFull, is_name
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import (
@@ -34,7 +35,7 @@ from foreword.store.disk.index_rows import (
     tenant_id,
 )
 from foreword.store.disk.locks import LivenessLock
-from foreword.store.disk.pieces import MOST_WRITTEN, BlockPlace, layout_of
+from foreword.store.disk.pieces import ALONE, MOST_WRITTEN, BlockPlace, layout_of
 from foreword.store.disk.recovery import recover_dead_writers
 from foreword.store.frame import Frame
 
@@ -97,6 +98,7 @@ class BlockBudget:
     def __init__(self, files: BlockFiles, size: int, notes: Counter[str], quota: int) -> None:
         self.size = size
         self._quota = quota
+        self._fair = FairShare(size)
         self.evictions = 0
         self.on_evicted: Callable[[Name], None] | None = None
         self._files = files
@@ -108,19 +110,15 @@ class BlockBudget:
         Blocks used at the time `now` or later are not evicted.
         """
         admitted = AdmittedBlocks()
-        to_write: dict[int, int] = {}  # bytes by tenant
-        new = self._new_frames(transaction, frames, admitted, now, writer)
-        if self._quota >= self.size and transaction.bytes + sum(len(one.data) for one in new.values()) <= self.size:
-            admitted.frames = new
-            return admitted
+        admitted.frames = new = self._new_frames(transaction, frames, admitted, now, writer)
+        if new and transaction.bytes - self.size > self.size // _UNUSUAL:
+            transaction.check_totals()
+        sizes: dict[bytes, int] = {}
         for id_, one in new.items():
-            tenant = tenant_id(one.name)
-            more = {**to_write, tenant: to_write.get(tenant, 0) + len(one.data)}
-            if not self._make_room(transaction, more, now, writer):
-                admitted.full = True
-                break
-            to_write = more
-            admitted.frames[id_] = one
+            prefix = admitted.names[id_][:PREFIX_BYTES]
+            sizes[prefix] = sizes.get(prefix, 0) + len(one.data)
+        tenants = {transaction.reserve(prefix, size) for prefix, size in sizes.items()}
+        self._make_room(transaction, admitted, tenants, now, writer)
         return admitted
 
     def note_evicted(self, names: Sequence[Name]) -> None:
@@ -130,13 +128,14 @@ class BlockBudget:
             for name in names:
                 self.on_evicted(name)
 
-    def discard(self, transaction: IndexTransaction, row: BlockRow) -> None:
-        """Remove a block whose file is missing or has the wrong length."""
-        if row.piece and block_id(row.name) != row.id:  # its copy in the piece would stay, and not be counted
+    def discard(self, transaction: IndexTransaction, rows: Sequence[BlockRow]) -> None:
+        """Remove blocks whose files are missing or have the wrong length."""
+        # Else its copy in a piece would stay, and not be counted.
+        if any(row.piece and block_id(row.name) != row.id for row in rows):
             raise BrokenIndex("a row of the index has no valid name")
-        self._files.remove(row.name, place=row.place)
-        transaction.remove(row)
-        self._notes["missing"] += 1
+        self._files.remove([(row.name, row.place) for row in rows])
+        transaction.remove(rows)
+        self._notes["missing"] += len(rows)
 
     def _recover(self, transaction: IndexTransaction, writer: int) -> None:
         self._notes["recovered"] += recover_dead_writers(transaction, self._files, writer)
@@ -152,7 +151,7 @@ class BlockBudget:
             self._recover(transaction, writer)
             pending = transaction.find_pending(ids)
         rows = transaction.find(ids)
-        new: dict[int, Frame] = {}
+        new, wrong = dict[int, Frame](), list[BlockRow]()
         found = dict(zip(names, self._files.lengths(names), strict=True)) if transaction.unlisted() > 0 else {}
         for id_, name, one in zip(ids, names, frames, strict=True):
             row = rows.get(id_)
@@ -160,75 +159,75 @@ class BlockBudget:
                 admitted.present += row.name == name
                 continue
             if row is not None:
-                self.discard(transaction, row)
-                del rows[id_]
+                wrong.append(rows.pop(id_))
             if id_ in new:
                 admitted.present += new[id_].name == name
             elif row is None and found.get(name) == len(one.data):
                 admitted.present += 1
             elif id_ not in pending and len(one.data) <= self.size and is_name(name):
                 new[id_], admitted.names[id_] = one, name
+        if wrong:
+            self.discard(transaction, wrong)
         admitted.parents = parent_ids(new)
         transaction.touch(rows.keys() | set(admitted.parents.values()) - new.keys(), now)
         return new
 
-    def _make_room(self, transaction: IndexTransaction, to_write: Mapping[int, int], now: int, writer: int) -> bool:
-        """Evict until these bytes of tenants fit into the budget too. False if that is impossible."""
-        need = sum(to_write.values())
-        if transaction.bytes + need - self.size > self.size // _UNUSUAL:
-            transaction.check_totals()
-        recovered = False
-        while (full := transaction.bytes + need > self.size) or self._over_quota(transaction, to_write):
-            if self._evict_one(transaction, now, to_write, () if full else self._over_quota(transaction, to_write)):
+    def _make_room(
+        self, transaction: IndexTransaction, admitted: AdmittedBlocks, tenants: Collection[int], now: int, writer: int
+    ) -> None:
+        """Evict until what is to be written fits into the budget, and that of each tenant into its quota. Gives up the last
+        frames for which that is impossible."""
+        recovered, tried = False, None  # the tenants over their quotas that had nothing left to evict
+        while admitted.frames:
+            over = transaction.larger(tenants, self._quota) if self._quota < self.size else []
+            if not over and transaction.bytes <= self.size:
+                return
+            need = self.size if over else transaction.bytes - self.size
+            if over != tried and self._evict(transaction, now, need, over):
                 continue
-            if recovered:
+            if not recovered:
+                self._recover(transaction, writer)
+                recovered = True
+                continue
+            if tried is None:
                 transaction.check_leaves()
-                return False
-            self._recover(transaction, writer)
-            recovered = True
-        return True
-
-    def _over_quota(self, transaction: IndexTransaction, to_write: Mapping[int, int]) -> list[int]:
-        """The tenants that would have more than they may."""
-        if self._quota >= self.size:
-            return []
-        return [one for one, more in to_write.items() if transaction.tenant_bytes(one) + more > self._quota]
+            id_, one = admitted.frames.popitem()
+            transaction.reserve(admitted.names[id_], -len(one.data))
+            admitted.full, tried = True, over
 
     def evict(self, transaction: IndexTransaction, need: int, now: int) -> int:
         """Evict blocks of at least `need` bytes and not fewer than a few, last used before `now`. Returns how many."""
-        goal = transaction.bytes - need
-        count = 0
-        while (transaction.bytes > goal or count < _FEW) and self._evict_one(transaction, now, {}, prune=True):
-            count += 1
+        goal, count, gone = transaction.bytes - need, 0, 1
+        while gone and (transaction.bytes > goal or count < _FEW):
+            gone = self._evict(transaction, now, transaction.bytes - goal, prune=True)
+            count += gone
         return count
 
-    def _evict_one(
-        self,
-        transaction: IndexTransaction,
-        now: int,
-        to_write: Mapping[int, int],
-        tenants: Sequence[int] = (),
-        *,
-        prune: bool = False,
-    ) -> bool:
-        """Evict the block that was least recently used before `now`. False if there is none.
+    def _evict(
+        self, transaction: IndexTransaction, now: int, need: int, over: Sequence[int] = (), *, prune: bool = False
+    ) -> int:
+        """Evict some blocks that were least recently used before `now`, at most until `need` bytes have gone. Returns how many,
+        0 if there is none.
 
-        `tenants`: those to evict from; (): any. With `prune`, the block's folders are removed too if they are empty.
+        `over`: the tenants to evict from, which are over their quotas; (): any. With `prune`, folders are removed too if they
+        are empty.
         """
         for _ in range(_STUCK):
-            row = transaction.victim(now, self.size, to_write, tenants)
-            if row is None:
-                return False
-            try:
-                self._files.remove(row.name, prune=prune, place=row.place)
-            except StoreError:
-                self._notes["stuck"] += 1
-                transaction.touch([row.id], now)
-                continue
-            transaction.remove(row)
-            self.note_evicted([row.name])
-            return True
-        return False
+            rows, gone = transaction.victims(now, need, self._fair, over, self._quota), 0
+            for _, members in itertools.groupby(rows, key=lambda row: row.piece or row.id):
+                some = [(row.name, row.place) for row in members]
+                try:
+                    gone += len(self._files.remove(some, prune=prune))
+                except StoreError:  # the blocks above stay, too
+                    self._notes["stuck"] += 1
+                    transaction.touch([rows[gone].id], now)
+                    break
+            if gone:
+                transaction.remove(rows[:gone])
+                self.note_evicted([row.name for row in rows[:gone]])
+            if gone or not rows:
+                return gone
+        return 0
 
 
 @dataclass(slots=True)
@@ -260,9 +259,8 @@ class UpdateBatch:
             for tenant, used_at in self.tenants.items():
                 transaction.note_tenant(tenant, now - (here - used_at))
         if self.removed:
-            for gone in transaction.find(block_id(name) for name in self.removed).values():
-                if files.size(gone.name, gone.place) < 0:
-                    transaction.remove(gone)
+            gone = transaction.find(block_id(name) for name in self.removed).values()
+            transaction.remove([row for row in gone if files.size(row.name, row.place) < 0])
         if not self.written and not self.dropped:
             return
         if registered():
@@ -277,7 +275,7 @@ class UpdateBatch:
         for row in self.written:
             counted = row.id in known and known[row.id].place == row.place
             if not counted and not (row.id in pending and pending[row.id].is_at(row.place)):
-                files.remove(row.name, place=row.place)
+                files.remove([(row.name, row.place)])
 
 
 class PendingUpdates:
@@ -539,8 +537,7 @@ class BlockWriter:
             try:
                 self.with_room(partial(self._settle, settled), settled, list(admitted.frames.values()))
             except DiskFull:  # not even for the index: keep nothing that it does not know
-                for row in written:
-                    self._files.remove(row.name, place=row.place)
+                self._files.remove([(row.name, row.place) for row in written])
                 self._updates.give_up(written)
                 written = []
                 with contextlib.suppress(DiskFull):
@@ -602,15 +599,13 @@ class BlockWriter:
 
     def remove_files(self, names: Sequence[Name]) -> int:
         """Remove the files of blocks. The index learns of it in its next transaction. Returns how many there were."""
-        found = [(name, self._files.remove(name, prune=True)) for name in names]
-        count = sum(removed for _, removed in found)
+        alone = self._files.remove([(name, ALONE) for name in names], prune=True)
         # A place that a broken index names is not believed: pieces say themselves what they have.
-        in_pieces = self._files.find([name for name, removed in found if not removed])
-        for name, (place, _) in in_pieces.items():
-            count += self._files.remove(name, prune=True, place=place)
+        in_pieces = self._files.find([name for name, removed in zip(names, alone, strict=True) if not removed])
+        inside = self._files.remove([(name, place) for name, (place, _) in in_pieces.items()], prune=True)
         for name in names:
             self._updates.note_removed(name)
-        return count
+        return alone.count(True) + inside.count(True)
 
     def _flush(self, missing: Sequence[Name], deadline: float) -> None:
         """Remove blocks whose file is missing, and write uses to the index if they are due. May be skipped on an error."""
@@ -621,6 +616,5 @@ class BlockWriter:
                 return
             self._flushed = time.monotonic()
             with self.transaction(deadline) as transaction:
-                for row in transaction.find(listed).values():
-                    if self._files.size(row.name, row.place) < 0:
-                        self._budget.discard(transaction, row)
+                rows = transaction.find(listed).values()
+                self._budget.discard(transaction, [row for row in rows if self._files.size(row.name, row.place) < 0])
