@@ -165,7 +165,7 @@ def proxy() -> Iterator[RouterThread]:
     router.kill()
 
 
-@pytest.mark.parametrize("ends", ["answered", "left", "failed"])
+@pytest.mark.parametrize("ends", ["answered", "left", pytest.param("failed", marks=pytest.mark.extended)])
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("first", ["", "400", "500", "cut JSON", "half an event", "choices are numbers"])
 def test_nothing_is_left_of_a_proxied_request(proxy: RouterThread, first: str, streams: bool, ends: str) -> None:

@@ -189,7 +189,7 @@ def test_an_error_of_the_taker_is_raised_where_it_is_awaited() -> None:
 
 @pytest.mark.parametrize("how", ["closed", "cut", "malformed", "reset"])
 def test_a_stream_that_breaks_raises(how: str) -> None:
-    """Whoever takes events is told when the connection ends before they do, whatever came before."""
+    """A connection that ends before its events raises where they are taken, whatever came before."""
 
     async def work(connection: Connection) -> None:
         taken: list[bytes] = []

@@ -37,7 +37,7 @@ from foreword.conformance import make_frames, names_of, put_all, read, soon
 from foreword.conformance.frames import LAYOUT
 from foreword.integrations.vllm_extras.retentions import CacheAction, ConnectorRetentions
 from foreword.offload.search import StoredGroup
-from foreword.prefixes import pins
+from foreword.prefixes import lease_follower, pins
 from foreword.prefixes.erasure import erase_prefixes
 from foreword.prefixes.mismatch import Mismatch
 from foreword.prefixes.quarantine import ChainQuarantine
@@ -110,7 +110,9 @@ class Server:
 
 def serve(folder: str, pipe: Connection, skew: float) -> None:
     """Do what the campaign says until it says None."""
-    pins._MAX_PENDING = 0  # type: ignore[misc]  # pins at once or not at all: no answer depends on how fast a server is
+    # Pins at once or not at all: no answer depends on how fast a server is.
+    pins._MAX_PENDING = 0  # type: ignore[misc]
+    lease_follower._COMING = None  # type: ignore[misc, assignment]
     server, real, done = Server(folder), time.time, 0
     while (operation := pipe.recv()) is not None:
         wrong = skew if done // SET_BACK % 2 == 0 else 0.0

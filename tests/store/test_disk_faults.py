@@ -808,6 +808,28 @@ def test_after_a_crash_of_the_machine(host: str, tmp_path: Path, monkeypatch: py
         assert_sound(store, tmp_path, [frames, lost], 1 << 20)
 
 
+@pytest.mark.parametrize("own", ["zeros", "whole"])
+def test_of_two_copies_a_whole_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str) -> None:
+    """A loss of power leaves the file of a block, which the index has, as zeros, and its copy in a piece whole: the block is
+    found there. Where both are whole, one is removed."""
+    set_boot(monkeypatch, "first")
+    frames = make_frames(64, 3, 1000)
+    for folder, size in ((tmp_path / "kv", 0), (tmp_path / "other", 1 << 20)):
+        with closing(DiskStore(folder, 1 << 20, pieces=size)) as store:
+            store.put(frames, deadline=soon())
+    for folder in (tmp_path / "other").glob("*/*/pieces"):
+        folder.rename(tmp_path / "kv" / folder.relative_to(tmp_path / "other"))
+    for path in [file_of(tmp_path / "kv", one) for one in frames] if own == "zeros" else []:
+        path.write_bytes(bytes(path.stat().st_size))
+    set_boot(monkeypatch, "second")
+    with closing(DiskStore(tmp_path / "kv", 1 << 20)) as store:
+        settle(store)
+        assert read(store, frames) == whole(frames)
+        assert store.status().bytes == sum(len(one.data) for one in frames)
+    assert len(BlockFiles(str(tmp_path / "kv")).find(names_of(frames))) == (3 if own == "zeros" else 0)
+    assert file_of(tmp_path / "kv", frames[0]).exists() == (own == "whole")
+
+
 def test_an_index_from_a_backup(tmp_path: Path) -> None:
     """An old index in the place of a newer one, in the same boot, is compared with the files: what was stored since is found,
     counted and evicted, so the folder does not grow beyond its size; what was evicted since is not listed."""

@@ -106,7 +106,7 @@ _LEAF: Final = "children = 0 AND pinned = 0 AND used < ?"
 _TENANTS: Final = f"""SELECT id, bytes, used_at, (SELECT min(used) FROM blocks WHERE tenant = some.id AND {_LEAF}),
     (SELECT count(*) FROM tenants) FROM"""
 _NAMED_TENANTS: Final = f"{_TENANTS} (SELECT * FROM tenants WHERE {IN_LIST}) AS some"
-# Those from an id on, and the first ones behind the last: ids are hashes, so these are as good as drawn.
+# Tenants from an id on, and the first ones behind the last: ids are hashes, so these are as good as drawn.
 _DRAWN_TENANTS: Final = f"""{_TENANTS} (SELECT * FROM (SELECT * FROM tenants WHERE id >= ? ORDER BY id LIMIT ?)
     UNION ALL SELECT * FROM (SELECT * FROM tenants WHERE id < ? ORDER BY id LIMIT ?) LIMIT ?) AS some"""
 # A leaf and the blocks above it without another child, none of which was used later, until so many bytes are found.

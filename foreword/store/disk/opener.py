@@ -210,19 +210,28 @@ class FolderScan:
             unlisted.add([file for file in complete if block_id(file.name) not in known])
             twice = [file for file in complete if known.get(block_id(file.name), file.place) != file.place]
             if twice:
-                self._remove_copies(twice)
+                unlisted.add(self._remove_copies(twice))
             self._pause(time.monotonic() - started)
 
-    def _remove_copies(self, found: Sequence[BlockFile]) -> None:
+    def _remove_copies(self, found: Sequence[BlockFile]) -> list[BlockFile]:
         """Remove copies of blocks that the index has in another place: two processes have written them, each for an index of
-        its own."""
-        ids = [block_id(file.name) for file in found]
+        its own. Where a loss of power has damaged the one that the index has, that is removed, and the other one returned."""
+        ids, better = [block_id(file.name) for file in found], list[BlockFile]()
         with self._index.write(_soon()) as transaction:
             rows, pending = transaction.find(ids), transaction.find_pending(ids)
             for id_, file in zip(ids, found, strict=True):
                 same = id_ in pending and pending[id_].is_at(file.place)
-                if not same and id_ in rows and rows[id_].place != file.place:
+                if same or id_ not in rows or rows[id_].place == file.place:
+                    continue
+                row = rows[id_]
+                path = self._files.piece_path(row.name, row.piece) if row.piece else self._files.path(row.name)
+                kept = BlockFile(row.name, path, None, row.size, 0.0, row.place)
+                if read_block_header(file) is None or read_block_header(kept) is not None:
                     self._files.remove([(file.name, file.place)], on_error=skip)
+                elif self._files.remove([(row.name, row.place)], on_error=skip) != [None]:
+                    transaction.remove([rows.pop(id_)])
+                    better.append(file)
+        return better
 
     def _add(self, batch: Sequence[BlockFile]) -> None:
         headers = [read_block_header(file) for file in batch]
