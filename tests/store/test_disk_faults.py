@@ -808,15 +808,17 @@ def test_after_a_crash_of_the_machine(host: str, tmp_path: Path, monkeypatch: py
         assert_sound(store, tmp_path, [frames, lost], 1 << 20)
 
 
+@pytest.mark.parametrize("step", [1, -1])
 @pytest.mark.parametrize("own", ["zeros", "whole"])
-def test_of_two_copies_a_whole_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str) -> None:
+def test_of_two_copies_a_whole_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, step: int) -> None:
     """A loss of power leaves the file of a block, which the index has, as zeros, and its copy in a piece whole: the block is
-    found there. Where both are whole, one is removed."""
+    found there, also if the piece has children before their parents, and the index counts children rightly. Where both are
+    whole, one is removed."""
     set_boot(monkeypatch, "first")
     frames = make_frames(64, 3, 1000)
     for folder, size in ((tmp_path / "kv", 0), (tmp_path / "other", 1 << 20)):
         with closing(DiskStore(folder, 1 << 20, pieces=size)) as store:
-            store.put(frames, deadline=soon())
+            store.put(frames[::step], deadline=soon())
     for folder in (tmp_path / "other").glob("*/*/pieces"):
         folder.rename(tmp_path / "kv" / folder.relative_to(tmp_path / "other"))
     for path in [file_of(tmp_path / "kv", one) for one in frames] if own == "zeros" else []:
@@ -826,6 +828,9 @@ def test_of_two_copies_a_whole_one_stays(tmp_path: Path, monkeypatch: pytest.Mon
         settle(store)
         assert read(store, frames) == whole(frames)
         assert store.status().bytes == sum(len(one.data) for one in frames)
+    with closing(sqlite3.connect(tmp_path / "kv" / "index.sqlite")) as index:
+        assert index.execute("SELECT children FROM blocks ORDER BY depth").fetchall() == [(1,), (1,), (0,)]
+        assert not index.execute("SELECT * FROM waiting").fetchall()
     assert len(BlockFiles(str(tmp_path / "kv")).find(names_of(frames))) == (3 if own == "zeros" else 0)
     assert file_of(tmp_path / "kv", frames[0]).exists() == (own == "whole")
 

@@ -30,7 +30,7 @@ from foreword.store.disk.files import (
     store_error,
 )
 from foreword.store.disk.index import DiskIndex, translate
-from foreword.store.disk.index_rows import BrokenIndex, OldIndex, PendingRow, block_id, pending_row, read_pins
+from foreword.store.disk.index_rows import BlockRow, BrokenIndex, OldIndex, PendingRow, block_id, pending_row, read_pins
 from foreword.store.disk.locks import folder_lock, is_alive, scan_lock
 from foreword.store.disk.pieces import BlockPlace
 from foreword.store.disk.recovery import OLD, boot_of_index, open_index, quarantine_index, remove_oldest_files
@@ -216,7 +216,7 @@ class FolderScan:
     def _remove_copies(self, found: Sequence[BlockFile]) -> list[BlockFile]:
         """Remove copies of blocks that the index has in another place: two processes have written them, each for an index of
         its own. Where a loss of power has damaged the one that the index has, that is removed, and the other one returned."""
-        ids, better = [block_id(file.name) for file in found], list[BlockFile]()
+        ids, better, gone = [block_id(file.name) for file in found], list[BlockFile](), list[BlockRow]()
         with self._index.write(_soon()) as transaction:
             rows, pending = transaction.find(ids), transaction.find_pending(ids)
             for id_, file in zip(ids, found, strict=True):
@@ -229,8 +229,9 @@ class FolderScan:
                 if read_block_header(file) is None or read_block_header(kept) is not None:
                     self._files.remove([(file.name, file.place)], on_error=skip)
                 elif self._files.remove([(row.name, row.place)], on_error=skip) != [None]:
-                    transaction.remove([rows.pop(id_)])
+                    gone.append(rows.pop(id_))
                     better.append(file)
+            transaction.remove(gone)  # at once: a removal changes how many children the others have
         return better
 
     def _add(self, batch: Sequence[BlockFile]) -> None:
