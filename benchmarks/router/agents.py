@@ -551,7 +551,8 @@ class VllmProcess(Process):
         module = {"kv_connector": "ForewordConnector", "kv_connector_module_path": "foreword.integrations.vllm"}
         stored = {"store": [f"disk://{folder}/{name}?size=4GiB"]}
         connector = {**module, "kv_role": "kv_both", "kv_connector_extra_config": stored}
-        places = {name: f"tcp://127.0.0.1:{free_port()}" for name in ("endpoint", "replay_endpoint")}
+        # With a host in it, vLLM connects to an endpoint instead of binding it.
+        places = {name: f"tcp://*:{free_port()}" for name in ("endpoint", "replay_endpoint")}
         events = {"enable_kv_cache_events": True, "publisher": "zmq", **places}
         cached = ("--kv-transfer-config", json.dumps(connector), "--kv-events-config", json.dumps(events))
         command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]

@@ -21,6 +21,7 @@ from foreword.api.request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys, is_public
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest
+from foreword.newest import Newest
 from foreword.process_config import RouterConfig
 from foreword.request_errors import NoReplica, QueueFull
 from foreword.router.attempt import Attempt
@@ -40,6 +41,7 @@ from foreword.routing.sessions import SessionTable
 logger = logging.getLogger(__name__)
 
 _DEFAULT_BLOCK_SIZE: Final = 16
+_MOST_SERVED: Final = 4096
 _SESSION_SECONDS: Final = 3600.0  # that an idle session keeps its replica
 # Reasons with this prefix are temporary: requests wait for the replica.
 _OVERLOADED: Final = "overloaded"
@@ -87,6 +89,8 @@ class ReplicaPool:
             kinds=kinds,
         )
         self.upstreams: dict[str, Upstream] = {}
+        # What replicas said when they joined, also those that have left and may join again.
+        self._served: Newest[str, ReplicaInfo] = Newest(_MOST_SERVED)
         self.known = KnownPrompts(ttl=_SESSION_SECONDS)
         self._patience, self._timeout = config.tokenize_patience, config.tokenize_timeout
         self.shared_prefixes = SharedPrefixes()
@@ -120,7 +124,9 @@ class ReplicaPool:
         assert info is not None
         if upstream.url in self.upstreams:
             self.fleet.remove(upstream.url)
-        self.known.removed(upstream.url)
+        before, self._served[upstream.url] = self._served.get(upstream.url), info
+        lost = before is not None and before.has_lost(info)
+        (self.known.removed if lost else self.known.missed)(upstream.url)
         self.upstreams[upstream.url] = upstream
         self._note_infos()
         self.fleet.add(
@@ -141,7 +147,6 @@ class ReplicaPool:
         if self.upstreams.pop(upstream.url, None) is not None:
             self._note_infos()
             self.fleet.remove(upstream.url)
-            self.known.removed(upstream.url)
             self.serve_queue()
 
     def refresh(self, upstream: Upstream) -> None:
@@ -517,8 +522,11 @@ class ReplicaPool:
         self, attempt: Attempt, cached: int | None, output: int | None, prompt_tokens: int | None = None
     ) -> None:
         """The attempt succeeded. `cached` and `prompt_tokens` are as reported by the replica."""
-        if prompt_tokens and attempt.prompt.chain is not None:
-            self.known.counted(attempt.prompt.chain, prompt_tokens)
+        if (chain := attempt.prompt.chain) is not None:
+            if prompt_tokens:
+                self.known.counted(chain, prompt_tokens)
+            if attempt.prompt.exact and not self._is_named(attempt):
+                self.known.unnamed(chain)
         if cached is not None and attempt.prompt.source == "text":
             # The prompt was compared as text: convert to its units.
             cached = round(cached * attempt.query.tokens / prompt_tokens) if prompt_tokens else None
@@ -534,6 +542,15 @@ class ReplicaPool:
             self.fleet.finished(attempt.id, clock(), cached_tokens=cached, output_tokens=output, guessed=guessed)
         finally:
             self._release(attempt)
+
+    def _is_named(self, attempt: Attempt) -> bool:
+        """Whether the table of blocks tells where a prompt is: its events may be late, or name none of its blocks."""
+        replica, query = self.fleet.replicas.get(attempt.upstream.url), attempt.query
+        if replica is None or not replica.sends_events:
+            return replica is not None
+        space = replica.key_space(query)
+        ends = [keys[-1:] for keys in (query.keys_in(space), query.public_keys.get(space, ())) if keys]
+        return not ends or any(self.fleet.directory.lookup(end).of(replica.name)[-1] for end in ends)
 
     def failed(self, attempt: Attempt) -> None:
         """The attempt failed, or the client disconnected. Without effect if it was ended."""

@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -253,6 +253,16 @@ class ReplicaInfo:
     published: bool = False
     unknown_because: str = ""
     started: float | None = None
+
+    def is_process_of(self, other: ReplicaInfo) -> bool:
+        """Whether it certainly is the same process, which says the same about itself."""
+        return self.started is not None and replace(self, cards=()) == replace(other, cards=())
+
+    def has_lost(self, now: ReplicaInfo) -> bool:
+        """Whether what it had then is certainly lost now: its process is another one, or it has other weights."""
+        restarted = None not in (self.started, now.started) and self.started != now.started
+        same_kind = self.published == now.published and None not in (self.weights, now.weights)
+        return restarted or (same_kind and self.weights != now.weights)
 
 
 @dataclass(eq=False)

@@ -479,7 +479,9 @@ class Router:
         now, was_open = clock(), upstream.breaker.state == "open"
         # A replica that has died must answer new connections.
         result = await (self._fresh_probe if upstream.dead else self.probe).health(upstream)
-        if result.timed_out and await self.stalled_since(now):
+        # A busy server that sends tokens meanwhile is alive.
+        sends = any(one.begun and one.last > now for one in upstream.awaited)
+        if result.timed_out and (sends or await self.stalled_since(now)):
             watch.stalls += 1
             if watch.stalls <= MAX_STALLS:
                 return True
@@ -527,6 +529,11 @@ class Router:
             upstream.problem = error.message
             return
         if upstream.url not in self.upstreams:
+            return
+        if upstream.unconfirmed and upstream.info is not None and upstream.info.is_process_of(info):
+            upstream.info, upstream.unconfirmed = info, False
+            self.refresh(upstream)
+            logger.info("replica %s is back, and has what it had: its process is the same", upstream.url)
             return
         model, joins = info.models[0], upstream.info is None or upstream.unconfirmed
         unmeasured = joins and self.speeds.measures(info)
@@ -609,6 +616,7 @@ class Router:
                 info.block_size,
                 counts_copies=counts,
                 on_clear=pool.known.removed,
+                on_gap=pool.known.missed,
             )
             subscription = KvEventSubscription(self._zmq, feed, endpoint, replay, key)
             self.subscriptions.setdefault(upstream.url, []).append(subscription)

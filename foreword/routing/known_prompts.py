@@ -62,7 +62,8 @@ class KnownPrefix(NamedTuple):
         length: tokens of its known part, at least as many as `tokens`.
         total: estimated tokens of all of it.
         sent: the replica to which the known part was sent, with its length. At most one.
-        held: the same if its tokens were not known then, or were not the replica's: no table of blocks has it.
+        held: the same if no table of blocks has it: its tokens were not known then, or were not the replica's, or KV events of
+            the replica were missed since.
     """
 
     tokens: array[int]
@@ -85,7 +86,8 @@ class _Link(NamedTuple):
 class _Conversation:
     """Prompts that continue each other. `links`: in order. `tokens`: of the longest that is known.
 
-    `replica`, `joined`, `placed_at`: where and when the last one was placed; `by_keys`: with its blocks.
+    `replica`, `joined`, `placed_at`: where and when the last one was placed; `by_keys`: with its blocks; `missed`: how often
+    events of the replica had been missed then.
     """
 
     links: dict[bytes, _Link] = field(default_factory=dict)
@@ -94,6 +96,7 @@ class _Conversation:
     joined: int = 0
     placed_at: float = 0.0
     by_keys: bool = True
+    missed: int = 0
 
     @property
     def weight(self) -> int:
@@ -133,7 +136,7 @@ class KnownPrompts:
         )
         self._by_link: dict[bytes, _Key] = {}
         self._numbers = itertools.count()
-        self._joined = Counter[str]()
+        self._joined, self._missed = Counter[str](), Counter[str]()
 
     @property
     def held_bytes(self) -> int:
@@ -156,7 +159,7 @@ class KnownPrompts:
         rest = round((chain.sizes[-1] - link.size) * one.rate())
         fresh = one.replica and one.joined == self._joined[one.replica] and now - one.placed_at <= self.ttl
         sent = {one.replica: length} if fresh and length else {}
-        held = {} if one.by_keys else sent
+        held = {} if one.by_keys and one.missed == self._missed[one.replica] else sent
         return KnownPrefix(one.tokens[:length], link.whole, length, max(link.tokens + rest, 1), sent, held)
 
     def learn(self, chain: PromptChain, tokens: array[int]) -> None:
@@ -186,11 +189,22 @@ class KnownPrompts:
         if not end.whole:
             one.links[chain.links[-1]] = _Link(end.size, tokens, False)
         one.replica, one.joined, one.placed_at, one.by_keys = replica, self._joined[replica], now, by_keys
+        one.missed = self._missed[replica]
         (self._keep if grown else self._claim)(key, one)
 
+    def unnamed(self, chain: PromptChain) -> None:
+        """A replica has computed a prompt, and no event has named its blocks yet."""
+        found = self._find(chain)
+        if found is not None and found[0] == len(chain.links) - 1:
+            self._kept[found[1]].by_keys = False
+
     def removed(self, replica: str) -> None:
-        """A replica was removed, or has lost what it had."""
+        """A replica has lost what it had: its process is another one, has other weights, or has cleared its blocks."""
         self._joined[replica] += 1
+
+    def missed(self, replica: str) -> None:
+        """Events of a replica were missed, or begin anew: what it was sent it may have, although no table of blocks says so."""
+        self._missed[replica] += 1
 
     def forget(self, owner: bytes) -> None:
         """Forget an owner's prompts: their tokens too."""
