@@ -96,7 +96,7 @@ class KvEventFeed:
         counts_copies: the replica reports every copy of a block and the removal of each, as vLLM does. Foreword's own engine
             reports a removal only when no copy is left.
         on_clear: called with the replica's name when it has lost its blocks.
-        on_gap: called with it when messages were missed for good.
+        on_gap: called with it when messages were missed for good, and when a clear is replayed: it may be an old one.
 
     Attributes:
         next: number of the next message. A replay starts there.
@@ -150,10 +150,10 @@ class KvEventFeed:
         self.next = number + 1
         self.counters.messages += 1
         for event in events:
-            self.apply(event)
+            self.apply(event, replayed=replayed)
 
-    def apply(self, event: object) -> None:
-        """Apply one event."""
+    def apply(self, event: object, *, replayed: bool = False) -> None:
+        """Apply one event. What is replayed may be older than what the replica was sent since."""
         kind, fields = event_fields(event)
         try:
             if kind == "BlockStored":
@@ -161,7 +161,7 @@ class KvEventFeed:
             elif kind == "BlockRemoved":
                 self._removed(fields)
             elif kind == "AllBlocksCleared":
-                self._clear()
+                self._clear(proven=not replayed)
             else:
                 self.counters.malformed += 1
         except (KeyError, TypeError, ValueError, OverflowError, BadRequest):
@@ -216,9 +216,9 @@ class KvEventFeed:
         """The root key of a salt, given what extra keys say of it."""
         return Scope(self._model, self._block_size, Salt.parse(extras[0] if extras else None)).root()
 
-    def _clear(self) -> None:
+    def _clear(self, *, proven: bool = True) -> None:
         self._directory.cleared(self.replica)
-        self._on_clear(self.replica)
+        (self._on_clear if proven else self._on_gap)(self.replica)
         self.counters.clears += 1
 
 

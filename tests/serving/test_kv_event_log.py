@@ -77,7 +77,7 @@ class Replica:
 
 def read(log: KvEventLog, feed: KvEventFeed) -> None:
     for number, payload in log.since(feed.next):
-        feed.receive(number, decode_batch(payload) or [])
+        feed.receive(number, decode_batch(payload) or [], replayed=True)
 
 
 @pytest.mark.parametrize("seed", range(4))
