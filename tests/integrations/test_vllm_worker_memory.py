@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +92,19 @@ def workers(vllm: Callable[[str], Any], tmp_path: Path) -> Iterator[Workers]:
     made = Workers(vllm, tmp_path)
     yield made
     made.close()
+
+
+def test_names_of_sockets_have_no_passwords(vllm: Callable[[str], Any]) -> None:
+    """The folder of a worker's socket, whose name every user of the machine can list, is named after the engine alone: the URLs
+    of the stores, which tell the connectors of an engine apart, may have passwords."""
+    settings = vllm("vllm.connector_config").ConnectorSettings.read({"store": "redis://:secret@host"})
+    info = SimpleNamespace(config=SimpleNamespace(lora_config=None), separate=True, events=False)
+    worker = vllm("vllm.worker_side").ForewordConnectorWorker(info, settings, f"one {settings.store.urls}")
+    with closing(MemoryStore(1 << 20)) as memory:
+        worker._memory_tiers, worker.offload = [memory], SimpleNamespace(units=[SimpleNamespace(layouts=LAYOUTS[:1])])
+        worker._listen(LAYOUTS[:1], [], TieredStore([memory]))
+        with closing(worker._lookups) as endpoint:
+            assert re.fullmatch("foreword-vllm-one-0-[a-z0-9_]+", endpoint.folder.name)
 
 
 def test_mixed_traffic(workers: Workers) -> None:

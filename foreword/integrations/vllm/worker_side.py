@@ -308,7 +308,9 @@ class ForewordConnectorWorker:
         if memory and self._info.separate:
             assert self.offload is not None
             found = [layout for one in self.offload.units for layout in one.layouts]
-            self._lookups = transfer_extra().workers_memory(found, memory, self._engine, layouts[0].shard[0])
+            # It names a folder: without the stores, whose URLs may have passwords.
+            engine = self._engine.partition(" ")[0]
+            self._lookups = transfer_extra().workers_memory(found, memory, engine, layouts[0].shard[0])
         if self._settings.transfer is None:
             return
         label = _unused_label(PRODUCERS_LABEL, store)
