@@ -56,7 +56,7 @@ def loop() -> Loop:
 
 def _states(router: RouterThread) -> dict[str, bool]:
     listed = http_client.get(f"{router.url}/v1/router/replicas").json()["data"]
-    return {one["url"]: one["takes_requests"] for one in listed}
+    return {one["id"]: one["takes_requests"] for one in listed}
 
 
 @pytest.mark.parametrize("speaks", [False, True], ids=["late tokens", "tokens"])
