@@ -46,6 +46,7 @@ from benchmarks.router.wire import (
     nginx_version,
     settle_memory,
     start,
+    thread_seconds,
     wait_for,
 )
 
@@ -366,8 +367,12 @@ def tell_full(found: dict[str, Figures], given: argparse.Namespace) -> None:
 
 
 def tell_apart(found: dict[str, Figures], given: argparse.Namespace) -> None:
-    print(f"\nRequests of {wire.EVENTS} events, each {given.apart:g} s behind the one before, of {given.clients} clients:")
-    print("milliseconds of the processor for a request, by rounds; `ratio`: to vllm-router in the same round", flush=True)
+    print(
+        f"\nRequests of {wire.EVENTS} events, each {given.apart:g} s behind the one before, of {given.clients} clients:"
+    )
+    print(
+        "milliseconds of the processor for a request, by rounds; `ratio`: to vllm-router in the same round", flush=True
+    )
     rows, rival = [], found.get(RIVAL, Figures()).cost
     for name, one in found.items():
         if not one.cost:

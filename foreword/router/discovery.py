@@ -45,14 +45,13 @@ def _watched(config: RouterConfig) -> str | None:
 class Discovery:
     """Adds replicas to the router and removes them as the file, DNS names and Services change."""
 
-    def __init__(self, router: Router, config: RouterConfig) -> None:
+    def __init__(self, router: Router) -> None:
         self._router = router
-        self._config = config
 
     def start(self, specs: Iterable[ReplicaSpec]) -> None:
         for spec in specs:
             self._router.add(spec, "flag")
-        if (source := _watched(self._config)) is not None:
+        if (source := _watched(self._router.config)) is not None:
             for watch in extras_for(source).watch_sources(self._router, self._apply):
                 self._router.background(watch)
 

@@ -86,7 +86,7 @@ async def serving(listener: socket.socket, specs: list[ReplicaSpec], router: Rou
     await router.start()
     front = create_front(router)
     try:
-        Discovery(router, router.config).start(specs)
+        Discovery(router).start(specs)
         await router.joined()
         async with http.serving(front, listener, router.server_config) as router.leave:
             logger.info("Foreword %s routes on %s", __version__, url_of(listener))

@@ -510,8 +510,8 @@ class ReplicaProbe:
                     reason = body.get("reason")
                     return ProbeResult(f"{path} says {status}{f': {reason}' if reason else ''}", status == 503)
         except CONNECTION_ERRORS as error:
-            problem, refused = no_answer(error, self._config.health_seconds), isinstance(error, aiohttp.ClientConnectorError)
-            return ProbeResult(problem, certain=refused, unreachable=True, timed_out=isinstance(error, TimeoutError))
+            problem, late = no_answer(error, self._config.health_seconds), isinstance(error, TimeoutError)
+            return ProbeResult(problem, isinstance(error, aiohttp.ClientConnectorError), True, late)
         return HEALTHY
 
     async def death(self, upstream: Upstream) -> str:
@@ -641,11 +641,7 @@ class ReplicaProbe:
         if spec.events is not None:
             curve = any(one.get("curve") is True for one in found)
             found = [{"endpoint": spec.events, "replay_endpoint": spec.replay, "curve": curve}]
-        places = [(one["endpoint"], one.get("replay_endpoint"), one.get("curve") is True) for one in found]
-        return tuple(
-            ReplicaEvents(_reachable(events, host), _reachable(replay, host) if isinstance(replay, str) else None, curve)
-            for events, replay, curve in places
-        )
+        return tuple(_source(one, host) for one in found)
 
     async def _dialects(self, upstream: Upstream) -> frozenset[str]:
         """Dialects whose paths the replica knows: it refuses another method there."""
@@ -661,6 +657,12 @@ class ReplicaProbe:
             except ReplicaFailed:
                 return response.status, {}
             return response.status, decode_object(data) if response.content_type.endswith("json") else {}
+
+
+def _source(told: Mapping[str, Any], host: str) -> ReplicaEvents:
+    replay = told.get("replay_endpoint")
+    reachable = _reachable(replay, host) if isinstance(replay, str) else None
+    return ReplicaEvents(_reachable(told["endpoint"], host), reachable, told.get("curve") is True)
 
 
 def _reachable(endpoint: str, host: str) -> str:

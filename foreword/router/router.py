@@ -498,7 +498,9 @@ class Router:
         if result.problem is not None:
             return False
         retries = upstream.kind == "vllm" and upstream.weights is None and now >= watch.weights_due
-        if upstream.info is None or upstream.unconfirmed or retries or _publishes_late(upstream):
+        # It has published its fingerprint since it was asked for it.
+        news = upstream.info is not None and not upstream.info.published and upstream.metrics.fingerprint is not None
+        if upstream.info is None or upstream.unconfirmed or retries or news:
             await self._learn(upstream)
             watch.weights_pause = min(watch.weights_pause * 2, _MAX_WEIGHTS_SECONDS) if retries else _WEIGHTS_SECONDS
             watch.weights_due = clock() + watch.weights_pause
@@ -802,9 +804,3 @@ class Router:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _publishes_late(upstream: Upstream) -> bool:
-    """Whether it has published its fingerprint since it was asked for it."""
-    known = upstream.info is None or upstream.info.published
-    return not known and upstream.metrics.fingerprint is not None

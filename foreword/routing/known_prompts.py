@@ -200,8 +200,8 @@ class KnownPrompts:
         (self._keep if grown else self._claim)(key, one)
 
     def interrupted(self, replica: str, lost: bool) -> None:
-        """A replica's events were missed, or begin anew: no table of blocks says what of earlier prompts it has. Or it has `lost`
-        them: its process is another one, has other weights, or has cleared its blocks."""
+        """A replica's events were missed, or begin anew: no table of blocks says what of earlier prompts it has. Or it has
+        `lost` them: its process is another one, has other weights, or has cleared its blocks."""
         (self._lost if lost else self._missed)[replica] += 1
 
     def forget(self, owner: bytes) -> None:

@@ -202,7 +202,7 @@ class SlowSource:
     async def recv_multipart(self) -> list[bytes]:
         self._loop.passed += 4
         await asyncio.sleep(0.001)
-        payload = encode_batch(0.0, [BlockRemoved([b"k" * 32])])
+        payload = encode_batch(0.0, [BlockRemoved([b"k" * 32], None)])
         return [b"", encode_number(self._left.pop(0)), payload] if self._left else [b"", REPLAY_END, b""]
 
 
@@ -222,7 +222,7 @@ def test_a_replay_may_take_longer_than_one_message_may() -> None:
         feed = KvEventFeed(Directory(), "r", b"m", BLOCK)
         context = SlowSource(cast(FastLoop, asyncio.get_running_loop()), 20)
         task = asyncio.ensure_future(KvEventSubscription(cast(Any, context), feed, "tcp://x:1", "tcp://x:2").run())
-        await context.is_over.wait()
+        await asyncio.wait((task, asyncio.ensure_future(context.is_over.wait())), return_when=asyncio.FIRST_COMPLETED)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return feed.next

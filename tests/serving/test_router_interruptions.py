@@ -30,7 +30,7 @@ from foreword.routing.event_feed import KvEventFeed
 from foreword.routing.known_prompts import PromptChain
 
 BLOCK = 16
-SMALL = 256
+SMALL = 96
 
 
 class BusyReplica(EventReplica):
@@ -99,8 +99,8 @@ def test_a_replica_that_was_away_has_what_it_had(loop: Loop, speaks: bool) -> No
 
 
 class StreamingReplica(BusyReplica):
-    """Sends a token of each stream every 20 ms while it `sends`. While it is `late`, it answers no health check, of which `unanswered`
-    counts."""
+    """Sends a token of each stream every 20 ms while it `sends`. While it is `late`, it answers no health check: it counts
+    those that came in `unanswered`."""
 
     def __init__(self, loop: Loop) -> None:
         self.sends, self.late, self.unanswered = True, False, 0
@@ -124,8 +124,8 @@ class StreamingReplica(BusyReplica):
 
 
 def test_a_replica_that_sends_tokens_is_alive_however_late_it_answers_health_checks(loop: Loop) -> None:
-    """Health checks without an answer take no replica out of service while tokens of a stream come from it, and take it out once
-    none come: it may hang."""
+    """Health checks without an answer take no replica out of service while tokens of a stream come from it, and take it out
+    once none come: it may hang."""
     with routed(loop, 1, "router.health_timeout=0.3", kind=StreamingReplica) as (router, made):
         [replica] = cast(list[StreamingReplica], made)
         body = {"model": "m", "messages": [{"role": "user", "content": "go"}], "stream": True}
@@ -157,11 +157,20 @@ FIRST = ReplicaInfo("vllm", ("m",), weights="w", published=True, started=1000.0)
         (replace(FIRST, weights="logprobs-1", published=False), False, False),
         (replace(FIRST, models=("m", "adapter")), False, False),
     ],
-    ids=["the same", "restarted", "a clock set back", "no start", "other weights", "no weights", "not published", "adapter"],
+    ids=[
+        "the same",
+        "restarted",
+        "a clock set back",
+        "no start",
+        "other weights",
+        "no weights",
+        "not published",
+        "adapter",
+    ],
 )
 def test_only_a_proof_takes_what_a_replica_has(now: ReplicaInfo, is_same: bool, has_lost: bool) -> None:
-    """A replica that comes back has lost its KV if it says that its process started at another time, whatever its clock shows, or
-    names other weights. What it does not say proves nothing: then it joins anew, and is believed to have what it was sent."""
+    """A replica that comes back has lost its KV if it says that its process started at another time, whatever its clock shows,
+    or names other weights. What it does not say proves nothing: it joins anew, and is believed to have what it was sent."""
     assert (FIRST.is_process_of(now), FIRST.has_lost(now)) == (is_same, has_lost)
 
 
@@ -332,6 +341,8 @@ class Campaign:
         replica.held.clear()
         replica.late.clear()
         replica.log.clear()
+        replica.publish([])
+        replica.deliver(replays=True)
         self.excused = set(range(len(self.talks)))
 
     def clear(self, replica: Replica) -> None:
@@ -345,7 +356,7 @@ class Campaign:
 
 
 @pytest.mark.parametrize("losses", [False, True], ids=["interruptions", "losses"])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_interruption_hides_what_a_replica_has(seed: int, losses: bool) -> None:
     """In any order of turns, late and lost events, replays, and replicas that leave and join again, no turn misses a prefix
     that a replica has. After a restart or a clear, heard of or not, each conversation misses once at most."""
