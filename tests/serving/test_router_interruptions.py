@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -126,16 +125,14 @@ class StreamingReplica(BusyReplica):
 def test_a_replica_that_sends_tokens_is_alive_however_late_it_answers_health_checks(loop: Loop) -> None:
     """Health checks without an answer take no replica out of service while tokens of a stream come from it, and take it out
     once none come: it may hang."""
-    with routed(loop, 1, "router.health_timeout=0.3", kind=StreamingReplica) as (router, made):
+    with routed(loop, 1, "router.health_timeout=0.7", "--failures", "2", kind=StreamingReplica) as (router, made):
         [replica] = cast(list[StreamingReplica], made)
         body = {"model": "m", "messages": [{"role": "user", "content": "go"}], "stream": True}
         with router.http() as client, client.stream("POST", "/v1/chat/completions", json=body) as response:
-            lines = response.iter_lines()
+            lines = response.iter_lines()  # without a reader they wait in the socket, and are few
             next(lines)
-            reading = threading.Thread(target=lambda: [*lines], daemon=True)
-            reading.start()
             replica.late = True
-            until(lambda: replica.unanswered >= 5)
+            until(lambda: replica.unanswered >= 4)
             assert router.metric("foreword:router_breaker_opened_total") == 0
             replica.sends = False
             until(lambda: router.metric("foreword:router_breaker_opened_total") == 1)
