@@ -88,7 +88,7 @@ class ReplicaPool:
             kinds=kinds,
         )
         self.upstreams: dict[str, Upstream] = {}
-        # What replicas said when they joined, also those that have left and may join again.
+        # The reports of replicas that joined, also of those that have left and may join again.
         self._served: Newest[str, ReplicaInfo] = Newest(_MOST_SERVED)
         self.known = KnownPrompts(ttl=_SESSION_SECONDS)
         self._patience, self._timeout = config.tokenize_patience, config.tokenize_timeout

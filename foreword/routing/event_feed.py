@@ -7,7 +7,7 @@ image) are skipped and counted: then the directory knows less, but nothing wrong
 Messages are numbered. Before a message after a gap the subscriber asks for a replay of the missing ones and passes them in. If
 they are not available any more, Foreword's servers send a snapshot, as the last message before those that they have, which
 replaces what is known. vLLM's do not. Then everything known stays: a removal that was missed costs one request its hit, but a
-forgotten beginning, which the replica has and does not report again, would hide all that follows it. Only a proof that the
+forgotten start, which the replica has and does not report again, would hide all that follows it. Only a proof that the
 replica has lost its blocks forgets them: it clears them, or counts its messages from the start.
 
 Blocks with the salt PUBLIC in their extra keys are public: the directory learns their keys from the events.

@@ -178,7 +178,7 @@ def test_a_gap_is_replayed() -> None:
 
 
 def test_a_gap_without_replay_proves_no_loss() -> None:
-    """What was known before the gap stays known, with what follows it: the replica does not report it again."""
+    """Blocks known before the gap stay known, with what follows them: the replica does not report it again."""
     directory, one = feed()
     publish(one, 0, stored(TEXT[:20]))
     assert publish(one, 5, stored(TEXT, 5))

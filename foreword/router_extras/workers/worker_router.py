@@ -356,7 +356,7 @@ class SharedWorkers(Workers):
         self._count(pool, upstream, 1)
 
     def _computed(self, model: str, owner: bytes, links: list[bytes], sizes: list[int], tokens: int | None) -> None:
-        """Of a prompt of another worker no table of blocks tells where it is."""
+        """A prompt of another worker is in no table of blocks."""
         if (pool := self._pool(model)) is not None:
             chain = PromptChain(owner, tuple(links), tuple(sizes))
             KnownPrompts.computed(pool.known, chain, tokens, named=False)
