@@ -176,7 +176,7 @@ def test_only_a_proof_takes_what_a_replica_has(now: ReplicaInfo, is_same: bool, 
 
 @dataclass
 class Replica:
-    """The blocks that a replica really has: `held`, by the tokens up to the end of each block. `late`: messages on their way."""
+    """The blocks that a replica has: `held`, by the tokens up to the end of each block. `late`: messages on their way."""
 
     upstream: Upstream
     feed: KvEventFeed
