@@ -552,8 +552,8 @@ class OffloadManager:
 
     def delete(self, keys: Sequence[bytes], names: Callable[[], Sequence[Name]]) -> Future[dict[str, int]]:
         """Delete blocks that are not needed, from every tier, after what is queued was written. `names`, which have these keys,
-        are asked for when it is done. A block that is saved again before it is gone stays. Returns how many were there, by the label of
-        the tier. A tier that fails keeps them until it evicts them."""
+        are asked for when it is done. A block that is saved again before it is gone stays. Returns how many were there, by the
+        label of the tier. A tier that fails keeps them until it evicts them."""
 
         def work() -> dict[str, int]:
             self.flush_writes(WRITE_TIMEOUT)
@@ -573,7 +573,7 @@ class OffloadManager:
             self._unless_saved(keys, lambda: self.store.drop_deferred([*filter(self._is_unsaved, names())]))
 
     def _unless_saved(self, keys: Sequence[bytes], work: Callable[[], Done]) -> Future[Done]:
-        """Do something later to the blocks of these keys that nobody has saved until then (`_is_unsaved`)."""
+        """Do something later to the blocks of these keys that are not saved again until then (`_is_unsaved`)."""
         mine = object()
         with self._changed:
             self._unsaved.update(dict.fromkeys(keys, mine))

@@ -432,8 +432,12 @@ class _Erasure:
             # One step may take as long as all: a busy device writes a whole file system in it.
             any(stream(tier, sync, within=limit))
         except StoreTimeout:
-            what = f"its device has not written what was deleted within {limit:.0f} s, as an erasure that is complete must"
-            raise StoreTimeout(f"{what}; a server repeats it. If this stays, something is wrong with the device") from None
+            what = (
+                f"its device has not written what was deleted within {limit:.0f} s, as an erasure that is complete must"
+            )
+            raise StoreTimeout(
+                f"{what}; a server repeats it. If this stays, something is wrong with the device"
+            ) from None
 
     def _sweep_tier(self, tier: StoreTier, prefix: tuple[bytes, bytes], chosen: Collection[Name] | None) -> None:
         """Erase until a sweep finds nothing more. Places that fail are not tried again, since that takes its time."""

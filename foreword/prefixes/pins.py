@@ -63,7 +63,11 @@ class StorePins:
         """Pin a prefix whose record is written. `failed` is called, on any thread, for each tier that fails."""
 
         def work() -> None:
-            if not self._pin_now(root, keys, self._seconds, failed) and self._tries and len(self._pending) < _MAX_PENDING:
+            if (
+                not self._pin_now(root, keys, self._seconds, failed)
+                and self._tries
+                and len(self._pending) < _MAX_PENDING
+            ):
                 self._pending[root, keys[-1]] = keys, self._tries
 
         self._run(work)

@@ -423,9 +423,8 @@ class StoreTier(StoreGuard):
         return kept
 
     def _put(self, frames: Sequence[Frame], deadline: float) -> int:
-        names = {frame.name for frame in frames} if self._deleting else frozenset()
         for deletion, (until, deleted) in tuple(self._deleting.items()):
-            if not names.isdisjoint(deleted):  # until then it would be taken for present
+            if any(frame.name in deleted for frame in frames):  # until then it would be taken for present
                 deletion.wait(max(min(until, deadline) - time.monotonic(), 0.0))
         try:
             kept = self.store.put(frames, deadline=deadline)

@@ -271,7 +271,7 @@ def _block(stream: int, block: bytes, flags: int = 0, part: int = 16_000) -> Pie
 
 
 def _tables(draw: random.Random, process: bytes) -> Pieces:
-    """Headers for a decoder: an entry that is named over and over, sizes of its table, endless numbers, texts that are none, and
+    """Headers for a decoder: an entry that is named all over, sizes of its table, endless numbers, texts that are none, and
     entries that push each other out."""
     entry = b"\x40\x01x\x7f" + bytes([3900 - 127 & 127 | 128, 3900 - 127 >> 7]) + bytes(3900)
     size = b"\x3f" + b"\xff" * draw.choice((1, 4, 20)) + b"\x01"

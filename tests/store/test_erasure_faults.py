@@ -421,7 +421,9 @@ def test_a_device_that_is_busy_for_long(stack: ExitStack, monkeypatch: pytest.Mo
     stack.callback(erasures.close)
     name, receipt = erasures.erase([ANN])
     assert not receipt.complete and [one.outcome for one in receipt.open] == [PlaceOutcome.UNREACHABLE]
-    assert "has not written what was deleted within" in receipt.open[0].reason and "repeats it" in receipt.open[0].reason
+    assert (
+        "has not written what was deleted within" in receipt.open[0].reason and "repeats it" in receipt.open[0].reason
+    )
     wait_until(lambda: busy.begun == 2, "the repetition")
     time.sleep(0.5)  # more than the first one has waited
     known = erasures.get(name)

@@ -110,7 +110,9 @@ _NAMED_TENANTS: Final = f"{_TENANTS} (SELECT * FROM tenants WHERE {IN_LIST}) AS 
 # Tenants from an id on, and the first ones behind the last: ids are hashes, so these are as good as drawn.
 _DRAWN_TENANTS: Final = f"""{_TENANTS} (SELECT * FROM (SELECT * FROM tenants WHERE id >= ? ORDER BY id LIMIT ?)
     UNION ALL SELECT * FROM (SELECT * FROM tenants WHERE id < ? ORDER BY id LIMIT ?) LIMIT ?) AS some"""
-_IDLE_TENANTS: Final = "SELECT coalesce(sum(used_at <= ?1), 0), min(CASE WHEN used_at > ?1 THEN used_at END) FROM tenants"
+_IDLE_TENANTS: Final = (
+    "SELECT coalesce(sum(used_at <= ?1), 0), min(CASE WHEN used_at > ?1 THEN used_at END) FROM tenants"
+)
 # A leaf and the blocks above it without another child, none of which was used later, until so many bytes are found.
 _CHAIN: Final = f"""WITH RECURSIVE chain AS (SELECT * FROM
     (SELECT {_ROW}, ? - size AS more FROM blocks WHERE tenant = ? AND {_LEAF} ORDER BY used, depth DESC LIMIT 1)
@@ -528,7 +530,7 @@ class IndexTransaction:
         return rows
 
     def _idle_since(self, used_at: float) -> tuple[int, float]:
-        """As `FairShare.among` says."""
+        """Count tenants for `FairShare.among`."""
         count, active = self._execute(_IDLE_TENANTS, (used_at,)).fetchone()
         return int(count), math.inf if active is None else float(active)
 
