@@ -32,7 +32,7 @@ _PARTS: Final = 512  # buffers per sendmsg, below IOV_MAX
 _LARGEST_BLOCK: Final = 1 << 29  # bytes of a value that is read into a buffer or skipped, the limit of Redis itself
 _LARGEST: Final = RECORD_BYTES + (1 << 20)  # bytes of any other value: a record in its envelope, a report of the server
 _GROWTH: Final = 1 << 16  # at least this much of a value is allocated at once, otherwise what was received already
-# Elements of one array, and bytes of one reply, in which each element counts for more than its own: small ones take memory, too.
+# Elements of one array, and bytes of one reply, in which each element counts for more than its own: it takes memory, too.
 _MAX_ELEMENTS: Final = 1 << 20
 _LARGEST_REPLY: Final = 1 << 27
 _ELEMENT_BYTES: Final = 48
