@@ -16,10 +16,11 @@ import httpx
 import msgspec
 import pytest
 from aiohttp import web
+from ports import free_port
 from router_parts import Loop, RouterProcess, RouterThread
 from scripted_replica import ScriptedReplica
 from server_process import ControlledProcess, ServerProcess, slow
-from servers import RedisServer, free_port
+from servers import RedisServer
 from shared_server import until
 from test_store import TEXT, Start, cached, metric, post
 
