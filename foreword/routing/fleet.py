@@ -324,7 +324,7 @@ class Fleet:
             best = max(known, key=lambda pair: pair[0])[1] if known else None
         if best is None:
             replica = self.replicas.get(query.continues)
-            return replica and SessionHome(replica.name, replica.weights)
+            return None if replica is None else SessionHome(replica.name, replica.weights)
         replica = self.replicas.get(best.replica or "") if query.session is None else None
         if replica is not None:
             # A next turn has the answer of the one before. While that waits for its first token, this one only begins alike.
