@@ -80,7 +80,7 @@ def homes(result: SimulationResult) -> Counter[str]:
 
 
 def test_equal_prompts_decode_on_all_replicas() -> None:
-    """Of ninety equal prompts that come at once each of three replicas decodes about a third, although one had the prefix
+    """Each of three replicas decodes about a third of ninety equal prompts that come at once, although one had the prefix
     first: in one batch their long answers would slow each other."""
     rng = random.Random(1)
     prompt = text(rng, 3000)

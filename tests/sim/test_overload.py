@@ -27,7 +27,7 @@ def compare(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, i
 def test_a_stopped_comparison_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the file of results has is not run again, but for a line that was cut, and other code; the tables are the same."""
+    """Results in the file are not computed again, but for a line that was cut, and those of other code; tables are the same."""
     out = tmp_path / "results.jsonl"
     asked = "--only", "^(joins|one-herd)$", "--out", str(out), "--policies"
     _, first = compare(capsys, *asked, "cost,llm-d")
