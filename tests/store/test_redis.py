@@ -19,8 +19,9 @@ import pytest
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_port
 from processes import in_child
-from servers import RedisCluster, RedisServer, ScriptedServer, Sentinel, free_port, wait_until
+from servers import RedisCluster, RedisServer, ScriptedServer, Sentinel, wait_until
 
 from foreword.conformance import Damage, StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 from foreword.conformance.frames import LAYOUT, ROOT
