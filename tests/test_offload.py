@@ -930,6 +930,61 @@ def test_blocks_that_are_saved_while_their_deletion_waits(erased: bool) -> None:
     device.offload.close()
 
 
+class SlowToDelete(FlakyStore):
+    """A store whose deletions wait until a block has come meanwhile, or for a moment."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.meanwhile: Callable[[], None] | None = None
+        self.came = threading.Event()
+
+    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        kept = super().put(frames, deadline=deadline)
+        self.came.set()
+        return kept
+
+    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+        if self.meanwhile is not None:
+            self.came.clear()
+            self.meanwhile()
+            self.came.wait(0.3)
+        return super().delete(names, deadline=deadline)
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("erased", [False, True])
+def test_blocks_that_are_saved_while_they_are_deleted(blocking: bool, erased: bool) -> None:
+    """A block that is saved while the call of a tier runs that deletes it is there afterwards: its write waits for the call.
+    Others do not wait. An erasure that begins meanwhile removes it all the same."""
+    memory = MemoryStore(1 << 20)
+    slow = SlowToDelete(memory)
+    slow.blocking = blocking  # type: ignore[misc]
+    device = Device(store := TieredStore([slow]))
+    device.save(0, 0, 4)
+    assert device.offload.flush(PATIENCE)
+    saved = threading.Event()
+
+    def meanwhile() -> None:
+        device.save(1, 8, 4)
+        assert slow.came.wait(PATIENCE)  # another one
+        slow.came.clear()
+        device.save(0, 0, 3)
+        saved.set()
+
+    slow.meanwhile = meanwhile
+    deletion = device.offload.delete(device.keys(0, 4), lambda: device.names(0, 4))
+    if erased:
+        assert saved.wait(PATIENCE)
+        with device.offload.erasing([ROOT[:TENANT_BYTES]], PATIENCE) as queued:
+            assert not queued
+            assert erase_prefixes(store, [ROOT[:TENANT_BYTES]], "all").complete
+    assert deletion.result(PATIENCE) == {"memory": 4} or erased
+    assert device.offload.flush(PATIENCE)
+    assert memory.lookup(device.names(1, 4), deadline=soon()) == (0 if erased else 4)
+    assert memory.lookup(device.names(0, 4), deadline=soon()) == (0 if erased else 3)
+    device.offload.close()
+
+
 def test_blocks_that_no_tier_stores_count_as_failed(made: Callable[..., Device]) -> None:
     """A block that no tier stored counts as failed; a block that at least one tier stored counts as saved, once."""
     first, second = (FlakyStore(MemoryStore(1 << 20, label=label)) for label in ("first", "second"))
