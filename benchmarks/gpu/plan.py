@@ -440,7 +440,7 @@ def main() -> int:
 
 
 def missing_packages() -> list[str]:
-    """What the engine imports and is not installed. A machine that is lent has no time to find out step by step."""
+    """Packages that the engine imports and that are not installed. No time of a lent machine is for finding out step by step."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
