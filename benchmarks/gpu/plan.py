@@ -440,7 +440,7 @@ def main() -> int:
 
 
 def missing_packages() -> list[str]:
-    """Packages that the engine imports and that are not installed. No time of a lent machine is for finding out step by step."""
+    """Packages that the engine imports and that are not installed. Finding out step by step takes a lent machine's time."""
     return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
