@@ -405,8 +405,12 @@ class ClientConnections:
             now = time.monotonic()
             for connection in list(self._open.values()):
                 connection.look()
-                reason = self._overdue(connection, now)
-                if reason:
+            overdue = [one for one in self._open.values() if self._overdue(one, now)]
+            # What has come while this process stood still was not read yet, and no request of it has begun.
+            for _ in range(_TURNS if overdue else 0):
+                await asyncio.sleep(0)
+            for connection in overdue:
+                if reason := self._overdue(connection, time.monotonic()):
                     logger.debug("a client's connection was closed: %s", reason)
                     connection.transport.abort()
 

@@ -531,8 +531,8 @@ class ReplicaPool:
         if replica is None or not replica.sends_events:
             return True
         space = replica.key_space(query)
-        chains = query.keys_in(space), query.public_keys.get(space, ())
-        return any(self.fleet.directory.lookup(keys[-1:]).of(replica.name)[-1] for keys in chains)
+        ends = [keys[-1:] for keys in (query.keys_in(space), query.public_keys.get(space, ())) if keys]
+        return not ends or any(self.fleet.directory.lookup(end).of(replica.name)[-1] for end in ends)
 
     def failed(self, attempt: Attempt) -> None:
         """The attempt failed, or the client disconnected. Without effect if it was ended."""

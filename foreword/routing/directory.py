@@ -50,7 +50,10 @@ _TAG: Final = 5
 _NEEDLE: Final = _TAG + 2
 _RECORD = struct.Struct("<5sHBHH")
 _SIZE: Final = _RECORD.size
-_TIER_BITS: Final = 0x7F
+_TIER_BITS: Final = 0x0F
+# After how many gaps, of eight, the copies in device memory were counted.
+_GAP: Final = 0x10
+_GAPS: Final = 0x70
 _SECOND_COPY: Final = 0x80
 _MAX_DEPTH: Final = 0xFFFF
 _NUM_EPOCHS: Final = 1 << 16
@@ -129,6 +132,7 @@ class Directory:
         self._slots: dict[str, int] = {}
         self._counts: dict[int, int] = {_SHARED_SLOT: 0}
         self._next_slot = 1
+        self._gaps: dict[int, int] = {}
         self._epoch = 0
         self._writes = 0
         self._epoch_writes = max(max_blocks // 64, 1)
@@ -153,8 +157,8 @@ class Directory:
         slot = self._slot(replica, tier)
         depth = first = self._depth_after(parent, slot)
         width = slot.to_bytes(2, "little")
-        bit = 1 << tier
-        added = width + bytes((bit,)) + self._epoch.to_bytes(2, "little")
+        bit, gaps = 1 << tier, self._gaps.get(slot, 0)
+        added = width + bytes((bit | gaps,)) + self._epoch.to_bytes(2, "little")
         full, buckets = self._ways * _SIZE, self._buckets
         num_buckets = len(buckets)
         for key in keys:
@@ -172,8 +176,9 @@ class Directory:
                 self._counts[slot] += 1
             else:
                 tiers = bucket[at + _NEEDLE]
-                if counted and tier == CacheTier.DEVICE and tiers & bit:
-                    tiers |= _SECOND_COPY
+                if counted and tier == CacheTier.DEVICE:
+                    known = tiers & bit and tiers & _GAPS == gaps
+                    tiers = tiers | _SECOND_COPY if known else tiers & _TIER_BITS | gaps
                 bucket[at + _NEEDLE] = tiers | bit
                 _set_epoch(bucket, at, self._epoch)
             depth += 1
@@ -212,8 +217,14 @@ class Directory:
                 self._counts[slot] -= 1
                 self._buckets[number] = bucket or None  # blocks that have left leave no objects
 
+    def missed(self, replica: str) -> None:
+        """Events of a replica were lost, removals among them, perhaps. The next copy of a block that it reports is its only one:
+        of another one it would have made use."""
+        if (slot := self._slots.get(replica)) is not None:
+            self._gaps[slot] = self._gaps.get(slot, 0) + _GAP & _GAPS
+
     def cleared(self, replica: str) -> None:
-        """Forget all blocks in a replica's own tiers: it restarted, was removed, or its events have a gap without replay.
+        """Forget all blocks in a replica's own tiers: it restarted, was removed, or has cleared them.
 
         Takes constant time; `scrub` and insertions free the memory later.
         """
@@ -221,6 +232,7 @@ class Directory:
         if slot is None:
             return
         self._crowds.clear()
+        self._gaps.pop(slot, None)
         del self._names[slot]
         if self._counts[slot]:
             self._dead[slot] = len(self._buckets)

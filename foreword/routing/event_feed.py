@@ -145,6 +145,7 @@ class KvEventFeed:
         if number > self.next > 0:
             if replayed and not self._counts_copies:
                 self._directory.cleared(self.replica)
+            self._directory.missed(self.replica)
             self._on_doubt(self.replica, False)
         self.next = number + 1
         self.counters.messages += 1

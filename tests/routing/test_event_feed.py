@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,6 +184,30 @@ def test_a_gap_without_replay_proves_no_loss() -> None:
     publish(one, 0, stored(TEXT[:20]))
     assert publish(one, 5, stored(TEXT, 5))
     assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 10
+
+
+@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_removal_that_was_lost_is_forgotten_with_the_next_copy(before: int, after: int) -> None:
+    """A removal is lost in a gap. The blocks are believed to be there until they are stored again: then the copies that the
+    replica reports are all that it has, and with the last of them the blocks are gone. A copy beside them hides nothing."""
+    directory, one = feed()
+    number = 0
+
+    def publish(*events: Event) -> int:
+        nonlocal number
+        one.published(number)
+        one.receive(number, events)
+        number += 1
+        return directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE]
+
+    for _ in range(3):
+        publish(*[stored(TEXT)] * before)
+        number += 1  # all are removed, and that is lost
+        assert publish() == 10
+        publish(*[stored(TEXT)] * after)
+        assert publish(*[removed(hashes_of(TEXT))] * (after - 1)) == 10
+        assert publish(removed(hashes_of(TEXT))) == 0
 
 
 def test_a_snapshot_replaces_what_was_known() -> None:

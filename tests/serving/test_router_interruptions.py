@@ -368,3 +368,22 @@ def test_no_interruption_hides_what_a_replica_has(seed: int, losses: bool) -> No
 
     campaign = asyncio.run(run())
     assert campaign.missed == []
+
+
+def test_a_prompt_without_a_full_block_is_nothing_that_events_could_name() -> None:
+    """A prompt that is shorter than a block has no event to wait for: its replica is not believed to hold what no table of
+    blocks has, of which each other worker would be told."""
+
+    async def run() -> None:
+        pool = Campaign(0).pool
+        for length, held in ((BLOCK - 1, False), (BLOCK, True)):
+            tokens = array("I", range(length))
+            prompt = TokenizedPrompt(tokens, "replica", _chain(tokens))
+            query = pool.query(prompt, None, NO_SALT, None, 16)
+            attempt = await pool.place(PlacementRequest(f"a{length}", "t", query, prompt))
+            pool.known.placed(_chain(tokens), length, attempt.upstream.url, clock(), by_keys=True)
+            pool.finished(attempt, 0, 16, length)
+            found = pool.known.find(_chain(tokens), clock())
+            assert found is not None and bool(found.held) == held
+
+    asyncio.run(run())
