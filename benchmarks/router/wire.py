@@ -104,13 +104,14 @@ class Behind(asyncio.Protocol):
         self.transport.write(head + data)
 
     def stream(self, asked: dict[str, Any]) -> None:
-        """All events at once; or one every `pause` seconds, until `/end` is asked for."""
+        """All events at once; or one every `pause` seconds, until `/end` is asked for, or there are as many if it `ends`."""
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
         self.number = 0
         if "pause" in asked:
             self.pause, Behind.ending = float(asked["pause"]), False
+            self.last = asked["max_tokens"] - 1 if asked.get("ends") else -1
             self.due = self.loop.time() + random.random() * self.pause
             self.loop.call_at(self.due, self.tick)
             return
@@ -122,7 +123,7 @@ class Behind(asyncio.Protocol):
     def tick(self) -> None:
         if self.transport.is_closing():
             return
-        last = Behind.ending
+        last = Behind.ending or self.number == self.last
         self.event(last)
         if last:
             self.transport.write(_chunk(b"data: [DONE]\n\n") + _END)
@@ -204,7 +205,7 @@ class Client(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def ask(self, port: int, **more: float) -> asyncio.Future[Seen]:
-        """`more`: the `pause` of a slow stream. Its result raises Broken."""
+        """`more`: the `pause` of a slow stream, and whether it `ends`. Its result raises Broken."""
         prompt = f"{next(_numbers)} " + "Tell me about reverse proxies and prefix caches. " * 20
         body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": EVENTS, "stream": True, **more}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
@@ -294,6 +295,12 @@ def process_seconds(pid: int) -> float:
     """Of CPU so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def thread_seconds(pid: int) -> float:
+    """The same, of the threads that a process has now: to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 class Servers:
