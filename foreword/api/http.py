@@ -406,7 +406,7 @@ class ClientConnections:
             for connection in list(self._open.values()):
                 connection.look()
             overdue = [one for one in self._open.values() if self._overdue(one, now)]
-            # What has come while this process stood still was not read yet, and no request of it has begun.
+            # Requests that have come while this process stood still were not read yet, or have not begun.
             for _ in range(_TURNS if overdue else 0):
                 await asyncio.sleep(0)
             for connection in overdue:

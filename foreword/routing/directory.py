@@ -218,8 +218,8 @@ class Directory:
                 self._buckets[number] = bucket or None  # blocks that have left leave no objects
 
     def missed(self, replica: str) -> None:
-        """Events of a replica were lost, removals among them, perhaps. The next copy of a block that it reports is its only one:
-        of another one it would have made use."""
+        """Events of a replica were lost, removals among them, perhaps. The next copy of a block that it reports is its only
+        one: of another one it would have made use."""
         if (slot := self._slots.get(replica)) is not None:
             self._gaps[slot] = self._gaps.get(slot, 0) + _GAP & _GAPS
 

@@ -23,8 +23,8 @@ from foreword.process_config import ServerConfig
 def test_requests_that_came_while_the_process_stood_still(
     monkeypatch: pytest.MonkeyPatch, loop_factory: Any, data: bytes
 ) -> None:
-    """A process stands still for longer than a head may take. The requests that have come meanwhile are served: their bytes wait
-    in the system, and their clients were not late. A connection whose head is incomplete then is closed."""
+    """A process stands still for longer than a head may take. The requests that have come meanwhile are served: their bytes
+    wait in the system, and their clients were not late. A connection whose head is incomplete then is closed."""
     stood_still = [0.0]
     monkeypatch.setattr(http, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still[0]))
     monkeypatch.setattr(http, "_SWEEP_SECONDS", 0.01)
