@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +77,7 @@ def loop() -> Loop:
 
 
 @contextmanager
-def routed(replicas: list[RememberingReplica], *flags: str, workers: int = 2) -> Iterator[RouterProcess]:
+def routed(replicas: Sequence[RememberingReplica], *flags: str, workers: int = 2) -> Iterator[RouterProcess]:
     named = [part for one in replicas for part in ("--replica", one.url)]
     router = RouterProcess(*named, "--workers", str(workers), *flags).wait_for(len(replicas) * workers)
     try:
@@ -535,7 +535,7 @@ def test_attempts_that_end_free_the_others() -> None:
         first, second = (SharedSuspects(lambda: None, cast(Any, Linked(number, linked))) for number in range(2))
         here, there = (Ask(one, AskDigests(b"digest", b"start"), "a request") for one in (first, second))
         flights = here.sent("a"), here.sent("b")
-        assert (there.spare, there.allowed()) == (0, {"a", "b"})
+        assert (there.spare, there.allowed()) == (0, frozenset(("a", "b")))
         flights[0].left()
         assert (there.spare, there.allowed()) == (1, None)
         linked[1].on_gone(0)
