@@ -93,7 +93,7 @@ class Process:
 
 
 def free_port() -> int:
-    """A port that is free, and that the system gives to nobody who asks for any: a vLLM takes minutes until it listens."""
+    """A port that is free, and none of those that the system gives out itself: a vLLM takes minutes until it listens."""
     while True:
         with suppress(OSError), socket.create_server(("", random.SystemRandom().randrange(10_000, 32_000))) as found:
             return int(found.getsockname()[1])
