@@ -516,7 +516,10 @@ class Linked:
     def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Any] = tuple) -> None:
         self._handlers[kind] = handler
 
-    def tell(self, kind: str, content: Any, *, urgent: bool = True) -> None:
+    def hear(self, names: Any) -> None:
+        """Nothing waits here."""
+
+    def tell(self, kind: str, content: Any, **how: Any) -> None:
         for one in self._all:
             if one is not self:
                 one._handlers[kind](content)
