@@ -1,7 +1,7 @@
 """Measures the router's cost: the same streaming load sent straight to a server, through nginx, and through the router.
 
     python -m benchmarks.router.overhead [--rounds 4] [--streams 1000/0.1,2000/0.1,4000/0.2] [--events 16]
-        [--vllm-router COMMAND]
+        [--vllm-router COMMAND] [--beside CHECKOUT]
 
 The server behind is a small one that sends fixed events (`router/wire.py`), so that all that is seen is the way. The proxy has
 one core; server and clients share another, and what that core costs is seen in the straight way's figures. All contenders take
@@ -14,6 +14,9 @@ Four parts: requests one by one; a steady rate (open loop, exponential pauses); 
 side: 1000/0.1 are 1,000 streams with an event every 0.1 seconds each (much more than 20,000 events per second in all are too
 many for server and clients on one core). Every event is numbered and carries the time it was sent: one that is missing, doubled
 or out of order is a failure. About three minutes.
+
+With `--beside` another checkout of this repository takes turns with this one instead, and nothing else is measured: processor
+time per event of slow streams and per request of 16 and 256 events, of each of the three routers (`router/beside.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +29,13 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvloop
 
 from benchmarks.harness import machine, median, set_up, table, version_of
 from benchmarks.router import wire
+from benchmarks.router.beside import compare
 from benchmarks.router.wire import (
     REST_CORE,
     Broken,
@@ -79,6 +84,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--window", type=float, default=4.0, help="seconds that slow streams are looked at")
     parser.add_argument("--events", type=int, default=wire.EVENTS, help="of a stream, but for the slow ones")
     parser.add_argument("--vllm-router", help="the program of the package vllm-router; without it that row is left out")
+    parser.add_argument("--beside", type=Path, help="another checkout, with which this one takes turns")
     parser.add_argument("--only", default="", help="contenders whose name contains this, and the straight way")
     given = parser.parse_args()
     pairs = [one.partition("/") for one in given.streams.split(",") if one]
@@ -95,6 +101,9 @@ def main() -> int:
     versions = {"aiohttp": version_of("aiohttp"), "uvloop": version_of("uvloop"), "nginx": nginx_version()}
     print(set_up(machine() | versions), flush=True)
     servers = Servers()
+    if given.beside is not None:
+        settle_memory()
+        return int(uvloop.run(compare(servers, given)) > 0)
     with ExitStack() as stack:
         contenders = [
             one for one in start(stack, servers, given.vllm_router) if given.only in one.name or one.pid is None
