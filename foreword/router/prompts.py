@@ -438,7 +438,7 @@ class FirstAnswer:
         self._loop = asyncio.get_running_loop()
         self.answer: asyncio.Future[array[int] | None] = self._loop.create_future()
         self._left, self._after = list(asks), after
-        self._running = set[asyncio.Task[array[int] | None]]()
+        self._running: set[asyncio.Task[array[int] | None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._limit = self._loop.call_later(limit, self._end, None)
         self._ask()

@@ -281,8 +281,8 @@ def test_an_answer_to_no_request_closes_the_connection(more: bytes, apart: bool)
 
 @pytest.mark.parametrize("early", [CHUNKED, CHUNKED + chunk(b"data: smuggled\n\n") + LAST_CHUNK, b"H"])
 def test_bytes_before_the_first_request_close_the_connection(early: bytes) -> None:
-    """What comes before anything was asked is the answer to nothing: the connection is closed, and of what came no answer is
-    made when a request follows."""
+    """Bytes that come before anything was asked are the answer to nothing: the connection is closed, and they are no answer to
+    a request that follows."""
 
     async def work() -> None:
         transport = Transport()

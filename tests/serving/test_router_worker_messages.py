@@ -1,4 +1,4 @@
-"""What a worker of a router hears of requests at others: together, and in time for the requests that it decides."""
+"""Messages about requests at other workers of a router: handled together, and in time for the requests that they decide."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Heard:
 
 @pytest.fixture(autouse=True)
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits to be handled waits for a reason, and no time passes."""
+    """Set the time far off after which messages are handled that wait: a test names what ends their waiting."""
     monkeypatch.setattr(bus_module, "_HANDLE_SECONDS", 3600.0)
 
 
@@ -158,7 +158,7 @@ def test_what_cannot_wait_takes_all_before_it_along(tmp_path: Path, monkeypatch:
 
 
 def test_what_a_worker_told_before_it_ended_is_handled_before_its_end(tmp_path: Path) -> None:
-    """Otherwise its requests would count for ever."""
+    """Messages of a worker that has ended are handled before its requests are: else these would count for ever."""
 
     async def work(heard: Heard) -> None:
         await heard.tell(*firsts(1), later=True)
@@ -251,8 +251,8 @@ def test_a_worker_knows_what_another_has_just_placed(tmp_path: Path, by: str) ->
 
 
 def test_requests_at_others_are_handled_in_few_passes(tmp_path: Path) -> None:
-    """Of 60 requests that a worker places and that end, the other hears in 60 frames, and handles them in one pass while it
-    decides nothing that they are about. Then it counts the same as if it had handled each."""
+    """Messages about 60 requests of a worker, of which 50 end, come in as many frames at the other one, which handles them in
+    one pass while it decides nothing that they are about, and then counts the same as if it had handled each."""
 
     async def work() -> None:
         async with workers(tmp_path) as (first, second):
@@ -277,8 +277,8 @@ def test_requests_at_others_are_handled_in_few_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("why", ["few requests at a time", "a request waits", "a replica has died"])
 def test_what_requests_wait_for_is_handled_at_once(tmp_path: Path, why: str) -> None:
-    """Nothing waits where replicas take few requests, where a request waits for a place, and where requests may be refused
-    because replicas died."""
+    """Messages do not wait where replicas take few requests, where a request waits for a place, and where requests may be
+    refused because replicas died."""
 
     async def work() -> None:
         async with workers(tmp_path, max_in_flight=4 if why == "few requests at a time" else 512) as (first, second):

@@ -67,7 +67,7 @@ _HELD_BYTES: Final = 512 << 20
 _CALLS: Final = 100
 _ALL_CALLS: Final = 8192
 _CONNECTIONS: Final = 1024
-# What has not ended its TLS handshake is no connection yet.
+# Connections count once their TLS handshake has ended.
 _HANDSHAKE_SECONDS: Final = 10.0
 # A gateway that disappeared without a word: its calls end, and with them their requests' load.
 _QUIET_SECONDS: Final = 20.0
@@ -456,7 +456,7 @@ class GrpcConnection(asyncio.Protocol):
             self._ask()
 
     def give_way(self) -> None:
-        """End for another connection, without a call. Its client is told that nothing of what it may have sent was done."""
+        """End for another connection, without a call. A frame says that nothing of what its client may have sent was done."""
         unread = self.transport.get_write_buffer_size()
         self._fail(_ConnectionFault(_NO_ERROR, "another connection takes its place"))
         if unread:  # it would keep its place until the client reads

@@ -177,7 +177,7 @@ class WorkerBus:
         self._later = True
         self._timer: asyncio.TimerHandle | None = None
         self.deferred: list[tuple[_Link, msgspec.Raw]] = []
-        # What they decide, and their bytes.
+        # The names of `_Frame` of those messages, and their bytes.
         self._deciding = set[bytes | str]()
         self._deferred_bytes = 0
         self._handler: asyncio.TimerHandle | None = None
