@@ -291,3 +291,58 @@ def test_the_page_lists_all_classes_of_leases() -> None:
     assert {name: found.get(name) for name in listed} == listed
     assert others <= found.keys() and not [name for name in listed if re.search(rf"({OTHER})(?![a-z])", name)]
     assert by_name - listed.keys() - others == set(), "say on the page what it is for"
+
+
+def test_the_page_about_blocks_names_what_there_is() -> None:
+    """Each class, and each member of one, that the page about blocks names is in the package."""
+    known: dict[str, str] = {}
+    for _, tree in package().values():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                known[node.name] = known.get(node.name, "") + ast.unparse(node)
+    text = (ROOT.parent / "dev" / "blocks.md").read_text(encoding="utf-8")
+    found = re.findall(r"`([A-Z]+[a-z]\w+)(?:\.(\w+))?`", text)
+    assert len(found) > 100
+    assert not [f"{name}.{member}" for name, member in found if not re.search(rf"\b{member}\b", known.get(name, ""))]
+
+
+def number_of(value: ast.expr) -> float | None:
+    """The number that an expression is, such as `64 << 20`."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.LShift):
+        left, right = number_of(value.left), number_of(value.right)
+        return None if left is None or right is None else int(left) << int(right)
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, int | float) else None
+
+
+def numbers_of(tree: ast.Module) -> dict[str, float | None]:
+    """The numbers of a module: of its constants, and of arguments of its classes, as `Class.argument`."""
+    found: dict[str, float | None] = {}
+    for node in tree.body:
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        for target in targets:
+            value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+            together = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+            names, values = (target.elts, value.elts) if together else ([target], [value])
+            found |= {ast.unparse(name): number_of(one) for name, one in zip(names, values, strict=True) if one}
+        for made in node.body if isinstance(node, ast.ClassDef) else ():
+            if isinstance(made, ast.FunctionDef) and made.name == "__init__":
+                given = zip(made.args.kwonlyargs, made.args.kw_defaults, strict=True)
+                last = zip(reversed(made.args.args), reversed(made.args.defaults), strict=False)
+                found |= {f"{node.name}.{one.arg}": number_of(value) for one, value in (*given, *last) if value}
+    return found
+
+
+def test_the_page_has_the_limits_of_the_code() -> None:
+    """Each number in the table of limits is that of a file which its row names."""
+    trees = {path.relative_to(ROOT).as_posix(): tree for path, tree in package().values()}
+    compared = 0
+    for row in section("Limits", "blocks.md").splitlines():
+        known: dict[str, float | None] = {}
+        for file in re.findall(r"`([\w/]+\.py)`", row):
+            known |= numbers_of(trees[file])
+        for name, number in re.findall(r"`([\w.]+)` \(([\d,]+)\)", row):
+            assert known.get(name) == int(number.replace(",", "")), name
+            compared += 1
+    assert compared > 10

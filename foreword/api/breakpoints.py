@@ -12,13 +12,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
+from foreword.api.dialects.conversation_body import MOST_BREAKPOINTS
 from foreword.api.request import CacheBreakpoint, GenerateRequest, template_messages, template_tools
 from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.errors import BadRequest
 
-# Breakpoints of one request; earlier ones are dropped. Anthropic's API allows four.
-MAX_BREAKPOINTS: Final = 4
 _PLACEHOLDER: Final = {"role": "user", "content": "\x00"}
 
 
@@ -62,7 +61,7 @@ def retentions(
 def _positions(
     tokenizer: ChatTokenizer, request: GenerateRequest, num_tokens: int, text: str, before: Sequence[Mapping[str, Any]]
 ) -> dict[int, Retention]:
-    parts = _parts(request, before)[-MAX_BREAKPOINTS:]
+    parts = _parts(request, before)[-MOST_BREAKPOINTS:]  # a continued response may have more than a request
     ends = tokenizer.token_ends(text) if parts else []
     if len(ends) != num_tokens:
         return {}

@@ -273,13 +273,7 @@ StartSearch = Callable[[bytes, Sequence[bytes], int], StoreKV]
 
 
 @dataclass(slots=True, eq=False)
-class Prefetch:
-    """A prefetch.
-
-    Attributes:
-        on_end: called with the table and the reason for an early end, before the table's blocks go back to the cache.
-    """
-
+class _Prefetch:
     table: BlockTable
     on_end: Callable[[BlockTable, str], None]
     store: StoreKV | None = None
@@ -301,15 +295,16 @@ class Prefetches:
         self._unsettled = unsettled
         self._search = search
         self._in_flight = in_flight
-        self._waiting: deque[Prefetch] = deque()
-        self._loading: list[Prefetch] = []
+        self._waiting: deque[_Prefetch] = deque()
+        self._loading: list[_Prefetch] = []
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._loading)
 
-    def add(self, one: Prefetch) -> None:
-        """Queue a prefetch. Its table has full blocks only."""
-        self._waiting.append(one)
+    def add(self, table: BlockTable, on_end: Callable[[BlockTable, str], None]) -> None:
+        """Queue a prefetch of a table, which has full blocks only. `on_end` is called with it and the reason for an early end,
+        before its blocks go back to the cache."""
+        self._waiting.append(_Prefetch(table, on_end))
 
     def tables(self) -> list[BlockTable]:
         return [one.table for one in (*self._waiting, *self._loading)]
@@ -329,7 +324,7 @@ class Prefetches:
                 self._waiting.remove(one)
                 free -= self._begin(one, match, free)
 
-    def _is_searched(self, one: Prefetch, held: int) -> bool:
+    def _is_searched(self, one: _Prefetch, held: int) -> bool:
         full = len(one.table) // self._cache.block_size
         if held >= full or self._search is None:
             return True
@@ -341,7 +336,7 @@ class Prefetches:
             one.store = self._search(chain.root, keys, held)
         return one.store.answered
 
-    def _begin(self, one: Prefetch, match: Match, free: int) -> int:
+    def _begin(self, one: _Prefetch, match: Match, free: int) -> int:
         """Start to load, or end if there is nothing to load. Returns how many blocks it took."""
         cache, held, before = self._cache, len(match.blocks), self._cache.pool.num_free
         count = 0 if one.store is None or held < one.store.first else one.store.worth_loading(held)
@@ -375,7 +370,7 @@ class Prefetches:
             if one.store is not None:
                 one.store.hurry(key)
 
-    def _loaded(self, one: Prefetch, reason: str) -> None:
+    def _loaded(self, one: _Prefetch, reason: str) -> None:
         assert one.store is not None
         self._loading.remove(one)
         full = one.store.close().tokens // self._cache.block_size
@@ -384,7 +379,7 @@ class Prefetches:
         self._cache.publish(one.table, full)
         self._end(one, reason)
 
-    def _end(self, one: Prefetch, reason: str) -> None:
+    def _end(self, one: _Prefetch, reason: str) -> None:
         one.on_end(one.table, reason)
         if one.table.blocks:
             self._cache.release(one.table)

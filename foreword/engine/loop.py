@@ -23,7 +23,7 @@ from foreword.blocks.salt import Salt
 from foreword.blocks.session_book import Alone, SessionBook
 from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports, MissHistory
-from foreword.engine.external_kv import MAX_PREFETCHES, EngineStores, Prefetch, RemoteKV
+from foreword.engine.external_kv import MAX_PREFETCHES, EngineStores, RemoteKV
 from foreword.engine.prompt_leases import EngineLeases
 from foreword.engine.prompt_logprobs import PromptLogprobs
 from foreword.engine.request import MAX_RETENTIONS, Delta, FinishReason, MigratedTo, Request, SamplingParams
@@ -410,7 +410,7 @@ class EngineCore:
         if len(self.scheduler.prefetches) >= MAX_PREFETCHES:
             raise QueueFull(f"{MAX_PREFETCHES} prefetches are waiting already; retry later")
         full = len(tokens) // self.cache.block_size * self.cache.block_size
-        self.scheduler.prefetches.add(Prefetch(self.cache.open(tokens[:full], salt=salt), on_end))
+        self.scheduler.prefetches.add(self.cache.open(tokens[:full], salt=salt), on_end)
 
     def _collect_kv(self) -> list[Delta]:
         """Sequences that waited for KV run now. A prompt that another instance computed comes with its first token."""

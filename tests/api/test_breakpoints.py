@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from jinja2 import Template
 
-from foreword.api.breakpoints import MAX_BREAKPOINTS, retentions, written_tokens
+from foreword.api.breakpoints import retentions, written_tokens
+from foreword.api.dialects.conversation_body import MOST_BREAKPOINTS
 from foreword.api.request import CacheBreakpoint, CacheControl, GenerateRequest, Message, Tool, template_tools
 from foreword.blocks.retention import Retention, RetentionAnswer
 from foreword.entrypoints.llm import LLM
@@ -79,7 +80,7 @@ def test_limits_and_the_whole_prompt(tokenizer: Tokenizer) -> None:
     """The last ones of many breakpoints count; a retention of the whole prompt ends at its last token."""
     many = [kept("user" if i % 2 == 0 else "assistant", f"message {i}", 300.0) for i in range(9)]
     found, tokens = positions(tokenizer, *many, cache=CacheControl(retention=86_400.0), tools=(Tool("f"),))
-    assert len(found) == MAX_BREAKPOINTS + 1
+    assert len(found) == MOST_BREAKPOINTS + 1
     assert (found[-1].end, found[-1].ttl) == (len(tokens), 86_400.0)
     assert positions(tokenizer, kept("user", "plain"))[0] == ()
 

@@ -11,7 +11,7 @@ from busy_device import WITHIN, BusyDevice
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.engine.external_kv import EngineStores, Prefetch
+from foreword.engine.external_kv import EngineStores
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState
@@ -79,7 +79,7 @@ class Rig:
         def ended(table: BlockTable, reason: str) -> None:
             ends.append(reason)
 
-        self.scheduler.prefetches.add(Prefetch(self.cache.open(tokens), ended))
+        self.scheduler.prefetches.add(self.cache.open(tokens), ended)
         while not self.scheduler.prefetches._loading:
             self.step()
         store = self.scheduler.prefetches._loading[0].store

@@ -15,7 +15,7 @@ _NAME_CHARACTERS = 256
 _TTLS: Final = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 _OPENAI_TTLS: Final = {"30m": 1800.0, "12h": 43_200.0}
 DEFAULT_TTL: Final = "30m"
-_MOST_BREAKPOINTS: Final = 4
+MOST_BREAKPOINTS: Final = 4
 # The Responses API tells input from output.
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
 # Chat templates know `system`; `developer` is OpenAI's newer name for it.
@@ -210,8 +210,8 @@ def check_breakpoints(messages: Sequence[Message], tools: Sequence[Tool]) -> Non
     """Raises BadRequest for more breakpoints than Anthropic allows."""
     breakpoints = [one.breakpoint for one in messages] + [one.breakpoint for one in tools]
     count = len(breakpoints) - breakpoints.count(None)
-    if count > _MOST_BREAKPOINTS:
-        reason = f"cache_control: at most {_MOST_BREAKPOINTS} messages, blocks and tools may have it, not {count}"
+    if count > MOST_BREAKPOINTS:
+        reason = f"cache_control: at most {MOST_BREAKPOINTS} messages, blocks and tools may have it, not {count}"
         raise refuse("messages", reason)
 
 
