@@ -317,7 +317,12 @@ def test_an_idle_connection_whose_client_reads_nothing_gives_way(
     until(lambda: len(served.server.connections) == 1)
     [connection] = served.server.connections
     ping = h2_frame(PING, 0, 0, bytes(8))
-    until(lambda: deaf.try_to_send(*[ping] * 1000) or connection.is_full)
+
+    def is_full() -> bool:
+        deaf.try_to_send(*[ping] * 1000)
+        return connection.is_full
+
+    until(is_full)
     other = Raw(served.port, OPENED, h2_frame(DATA, 0, 1, message(b"fine")))
     assert other.next(DATA)[2] == message(b"fine")
     until(deaf.is_reset)
