@@ -386,6 +386,26 @@ def test_an_erasure_beside_a_save(direct: Make, when: str, monkeypatch: pytest.M
         assert store.present(names_of_chain(7, 4), deadline=soon()) == [False] * 4
 
 
+def test_blocks_that_are_saved_while_the_tier_deletes_them(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is saved while the tier's own deletion of it runs is there afterwards: it takes the write queue, which
+    waits for that, since the engine's thread does not."""
+    engine, deleting, go_on = direct(), threading.Event(), threading.Event()
+    engine.store(7, 3)
+    delete = engine.memory.delete
+
+    def slowly(*given: Any, **named: Any) -> int:
+        deleting.set()
+        assert go_on.wait(60)
+        return int(delete(*given, **named))
+
+    monkeypatch.setattr(engine.memory, "delete", slowly)
+    deletion = engine.offload.delete(keys_of(7, 3), lambda: names_of_chain(7, 3))
+    assert deleting.wait(60) and engine.save(7, range(3)) == 3
+    go_on.set()
+    assert deletion.result(60) == {"memory": 3} and engine.offload.flush(60)
+    assert engine.memory.present(names_of_chain(7, 3), deadline=soon()) == [True] * 3
+
+
 def test_saves_that_the_device_refuses(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks whose copies cannot be queued count as failed, no call finds them, and their slots are free."""
     engine = direct(tier_blocks=4)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from servers import wait_until
 
+from foreword.blocks.keys import PUBLIC_ROOT
 from foreword.blocks.leases import Lease, Leases
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import tenant_digest
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRequest, StoreError
 from foreword.offload.search import StoredGroup
+from foreword.prefixes import prefix_service, public_records
 from foreword.prefixes.book import Content, NamedPrefix
 from foreword.prefixes.errors import PrefixBudgetExceeded, UnknownPrefix
 from foreword.prefixes.lease_records import PREFIXES, Chain, PrefixRecord
@@ -156,14 +160,16 @@ def test_a_store_that_fails_keeps_the_old_version() -> None:
     assert instance.kept.free == 998
 
 
-def test_other_instances_see_it() -> None:
+def test_other_instances_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix that one instance registers, replaces and removes is seen by another; its KV is pinned there once it is
     computed."""
+    monkeypatch.setattr(prefix_service, "_UNKNOWN_SECONDS", 3600.0)
+    monkeypatch.setattr(prefix_service, "_REFRESH_SECONDS", 3600.0)
     storage = Storage()
     here, there = Instance(storage), Instance(Storage(storage.shared))
     here.add("rules", "a" * 8)
     assert there.service.stale() and there.look() == ["rules"] and not there.service.stale()
-    assert there.service.stale(name="other") is False  # within a tenth of a second
+    assert there.service.stale(name="other") is False  # within the pause of unknown names
     adopted = there.book.get("rules")
     assert (adopted.version, adopted.ready, adopted.content) == (1, False, "a" * 8)
     there.book.use("rules", "text")
@@ -180,6 +186,31 @@ def test_other_instances_see_it() -> None:
     assert there.unpinned == [7, 8, 9]
     here.service.remove("rules")
     assert there.look() == [] and not there.book.list()
+
+
+@pytest.mark.parametrize("trouble", ["slow", "hangs"])
+def test_public_blocks_when_a_process_starts(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process knows which blocks are public before its first request. A store that hangs does not keep it from starting; what
+    it has is known once it answers."""
+    flaky, keys = FlakyStore(MemoryStore(1 << 16)), [bytes([number]) * 32 for number in (1, 2)]
+    store = TieredStore([flaky])
+    record = PrefixRecord(
+        2 * BLOCK, BLOCK, bytes(32).hex(), b"".join(keys), name="law", version=1, kind="text", content="x", created=0.0,
+        model="tiny", last_key=keys[-1].hex(),
+    )  # fmt: skip
+    SharedRecords(store, PREFIXES).put(PREFIXES.key(MODEL[:32], PUBLIC_ROOT.hex(), "law"), record)
+    if trouble == "slow":
+        flaky.delay(0.1)
+        monkeypatch.setattr(public_records, "READ_SECONDS", 60.0)
+    else:
+        flaky.stick()
+        monkeypatch.setattr(public_records, "READ_SECONDS", 0.05)
+        monkeypatch.setattr(public_records, "_SCAN_SECONDS", 0.01)
+    with contextlib.closing(public_records.PublicRecords(store, MODEL)) as found:
+        assert found.blocks.keys == (frozenset(keys) if trouble == "slow" else frozenset())
+        monkeypatch.setattr(found._records, "_seconds", 60.0)
+        flaky.release()
+        wait_until(lambda: found.blocks.keys == frozenset(keys), "what is public")
 
 
 def test_a_removed_prefix_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

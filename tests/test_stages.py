@@ -18,10 +18,11 @@ pytestmark = pytest.mark.extended
 CHECKOUT = Path(__file__).parent.parent
 
 
+@pytest.mark.timeout(1000)  # it imports all tests once more
 def test_every_slow_test_has_a_stage() -> None:
     """A test that pytest collects as slow is in a part that takes its turn, or is named as failing with its figure."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "-m", "slow", "-p", "no:xdist", "tests"]
-    collected = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=300).stdout
+    collected = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=900).stdout
     slow = {line.rpartition(":")[0] for line in collected.splitlines() if line.startswith("tests/")}
     loader = importlib.machinery.SourceFileLoader("slow_stages", str(CHECKOUT / ".ci" / "slow"))
     spec = importlib.util.spec_from_loader("slow_stages", loader)

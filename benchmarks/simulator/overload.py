@@ -1,19 +1,24 @@
 """Placement by cost against six rules, two simple ones and those of other routers, where a fleet has more to do than it can.
 
     python -m benchmarks.simulator.overload --conversation mooncake-conversation.jsonl --synthetic synthetic_trace.jsonl \\
-        --coding coding-sessions.jsonl.gz [--held-out] [--draws 2] [--jobs 2] [--only REGEX] [--out RESULTS.jsonl]
+        --coding coding-sessions.jsonl.gz [--sets overload,held-out,odd] [--draws 2] [--jobs 2] [--only REGEX] \\
+        [--out RESULTS.jsonl]
 
 Virtual time: what the machine does meanwhile makes no difference. A case is a fleet and its traffic; its figures are of all
 requests of several draws (other sessions, other starts), since the slowest hundredth of one draw is a handful of requests.
-`--held-out` takes the cases of `held_out` instead, which were drawn before the price was changed last and not looked at for it.
-The tables have mean, p50, p90 and p99 of the time to first token, and the mean time end to end. A case without its trace is
-left out.
+The cases are in three sets: those below, those of `held_out`, which were drawn before the price of 2026-11-29 and not looked at
+for it, and the odd fleets of `odd_fleets`. The tables have mean, p50, p90 and p99 of the time to first token, and the mean time
+end to end; after each set it says in how many of these figures placement by cost is the best or close to it. A case without its
+trace is left out.
+
+With `--out` each result is kept in a file as soon as it is there, and the same command continues where it was stopped. Results
+of other code of the simulator, router or rules are computed anew, but with `--keep` they count. A case that was changed needs
+another file. `--limit` takes the first requests of each case, for a trial.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -21,15 +26,21 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+import foreword
+from benchmarks.simulator import rivals
+from benchmarks.simulator.results import Results, Run
 from benchmarks.simulator.rivals import RIVALS
+from foreword.errors import ForewordError
+from foreword.routing.fleet import Fleet
 from foreword.routing.policies import policy_named
 from foreword.sim.changes import FleetChange
 from foreword.sim.costs import EngineCosts, FleetSpec, ReplicaGroup
@@ -215,12 +226,14 @@ class Case:
 
     Attributes:
         needs: the traces that the traffic is of.
+        knows: the state that the router decides with.
     """
 
     traffic: Callable[[Draw], Trace]
     spec: FleetSpec
     needs: str = ""
     costs: EngineCosts = LARGE
+    knows: type[Fleet] = Fleet
 
 
 def fleet(replicas: int, **more: Any) -> FleetSpec:
@@ -396,34 +409,43 @@ def joined(one: TraceRequest) -> TraceRequest:
     return replace(one, ids=array("I", ids), ids_tokens=BLOCK)
 
 
-def cases(held_out: bool = False, *, both: bool = False) -> dict[str, Case]:
-    """The cases, the held-out ones, or both."""
-    from benchmarks.simulator.held_out import HELD_OUT  # it needs this module
+def sets() -> dict[str, dict[str, Case]]:
+    """The cases of each set, by name. No two have one name."""
+    from benchmarks.simulator.held_out import HELD_OUT  # these need this module
+    from benchmarks.simulator.odd_fleets import ODD
 
-    return CASES | HELD_OUT if both else HELD_OUT if held_out else CASES
+    return {"overload": CASES, "held-out": HELD_OUT, "odd": ODD}
 
 
 def made(name: str) -> Any:
     return RIVALS[name]() if name in RIVALS else policy_named(name)
 
 
-Job = tuple[str, str, int, Traces, bool]
+class Job(NamedTuple):
+    """One simulation."""
+
+    case: str
+    policy: str
+    draw: int
+    traces: Traces
+    known: bool
+    limit: int | None
+
+    @property
+    def key(self) -> Run:
+        return Run(self.case, self.policy, self.draw, self.known, self.limit)
 
 
 def run(job: Job) -> dict[str, Any]:
     """The times of one simulation."""
-    name, policy, seed, traces, known = job
-    case = cases(both=True)[name]
-    trace = sorted(case.traffic(Draw(traces, seed)), key=lambda one: one.arrival)
-    spec = replace(case.spec, learns=not known)
+    case = {name: one for cases in sets().values() for name, one in cases.items()}[job.case]
+    trace = sorted(case.traffic(Draw(job.traces, job.draw)), key=lambda one: one.arrival)[: job.limit]
+    spec = replace(case.spec, learns=not job.known)
     began = time.perf_counter()
-    result = simulate(trace, spec, made(policy), case.costs)
+    result = simulate(trace, spec, made(job.policy), case.costs, fleet=case.knows)
     outcomes = result.outcomes
     return {
-        "case": name,
-        "policy": policy,
-        "draw": seed,
-        "known": known,
+        **job.key._asdict(),
         "ttft": [round(one.ttft, 4) for one in outcomes],
         "e2e": [round(one.finished - one.request.arrival, 4) for one in outcomes],
         "itl": [round(one.seconds_per_token, 5) for one in outcomes if one.request.output_tokens > 1],
@@ -431,6 +453,25 @@ def run(job: Job) -> dict[str, Any]:
         "busy": sum(one.busy for one in result.replicas.values()) / sum(one.up for one in result.replicas.values()),
         "wall": time.perf_counter() - began,
     }
+
+
+def all_runs(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, dict[str, Any] | Exception]]:
+    """The results of all jobs as they come, or why there is none; with one process in this one."""
+    if processes == 1:
+        for job in jobs:
+            yield job, _tried(job)
+        return
+    with ProcessPoolExecutor(processes) as pool:
+        found = {pool.submit(_tried, job): job for job in jobs}
+        for future in as_completed(found):
+            yield found[future], future.result()
+
+
+def _tried(job: Job) -> dict[str, Any] | Exception:
+    try:
+        return run(job)
+    except (ForewordError, ArithmeticError, LookupError, TypeError, ValueError) as error:  # of a rule on an odd fleet
+        return error
 
 
 def figures(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -448,69 +489,138 @@ def figures(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+Ratio = tuple[float, str, str, str]
+
+
 def report(runs: Sequence[dict[str, Any]]) -> str:
-    """The table of all cases, and how often placement by cost is the best or close to it."""
+    """A table of each set, and how often placement by cost is the best or close to it, in each and in all."""
+    parts: list[str] = []
+    every: list[Ratio] = []
+    for title, cases in sets().items():
+        part = [one for one in runs if one["case"] in cases]
+        if part:
+            lines, ratios = table(part)
+            parts.append("\n".join([f"{title}:\n", *lines]))
+            every += ratios
+    if len(parts) > 1 and every:
+        parts.append(f"All sets: {_counted(every)}")
+    return "\n\n".join(parts)
+
+
+def table(runs: Sequence[dict[str, Any]]) -> tuple[list[str], list[Ratio]]:
+    """The lines of a table of all cases with what follows from it, and each figure of ours as a multiple of the best other's.
+
+    Figures of other draws than ours are not compared.
+    """
     by_case: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for one in runs:
         by_case[one["case"]][one["policy"]].append(one)
-    names = list(dict.fromkeys(one["policy"] for one in runs))
+    order = {name: place for place, name in enumerate(POLICIES)}
+    names = sorted({one["policy"] for one in runs}, key=lambda name: (order.get(name, len(order)), name))
     lines = ["| case (requests) | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    ratios: list[tuple[float, str, str, str]] = []
+    ratios: list[Ratio] = []
+    lacking: list[str] = []
     for case, policies in by_case.items():
         found = {name: figures(policies[name]) for name in names if policies[name]}
         requests = sum(len(one["ttft"]) for one in next(iter(policies.values())))
-        cells = [" / ".join(f"{found[name][key]:.2f}" for key in FIGURES) if name in found else "-" for name in names]
+        cells = [" / ".join(_digits(found[name][key]) for key in FIGURES) if name in found else "-" for name in names]
         lines.append(f"| {case} ({requests}) | " + " | ".join(cells) + " |")
-        others = [name for name in found if name != "cost"]
-        for key in FIGURES if "cost" in found and others else ():
+        draws = {name: {one["draw"] for one in policies[name]} for name in names}
+        others = [name for name in found if name != "cost" and draws[name] == draws.get("cost")]
+        lacking += [case] if len(others) < len(names) - 1 else []
+        for key in FIGURES if others else ():
             best = min(others, key=lambda name, key=key, found=found: found[name][key])  # type: ignore[misc]
             ratios.append((found["cost"][key] / max(found[best][key], 1e-9), case, key, best))
     if ratios:
-        close = [one for one in ratios if one[0] <= 1 + CLOSE]
-        lines.append(
-            f"\nPlacement by cost is the best or within {CLOSE:.0%} in {len(close)} of {len(ratios)} figures "
-            f"({len(close) / len(ratios):.1%}), and more than {FAR:.0%} behind in "
-            f"{sum(one[0] > 1 + FAR for one in ratios)}."
-        )
+        lines.append(f"\n{_counted(ratios)}")
         behind = sorted((one for one in ratios if one[0] > 1 + CLOSE), reverse=True)
         lines += [f"- {case}, {key}: {ratio:.2f} of {best}'s" for ratio, case, key, best in behind]
-    return "\n".join(lines)
+    if lacking:
+        lines.append(f"\nNot all rules were run, with the same draws, in {len(lacking)} cases: {', '.join(lacking)}.")
+    return lines, ratios
 
 
-def main() -> None:
+def _digits(seconds: float) -> str:
+    """Three digits, as far as they are hundredths or more."""
+    return f"{seconds:.0f}" if seconds >= 99.95 else f"{seconds:.1f}" if seconds >= 9.995 else f"{seconds:.2f}"
+
+
+def _counted(ratios: Sequence[Ratio]) -> str:
+    close, far = (sum(one[0] <= 1 + CLOSE for one in ratios), sum(one[0] > 1 + FAR for one in ratios))
+    return (
+        f"placement by cost is the best or within {CLOSE:.0%} in {close} of {len(ratios)} figures ({close / len(ratios):.1%}), "
+        f"and more than {FAR:.0%} behind in {far}."
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is asked for and print the tables. Returns 1 if a simulation failed."""
+    options = _options(arguments)
+    traces = Traces(options.conversation, options.synthetic, options.coding)
+    results = Results(options.out, options.read, _code())
+    wanted = [
+        Job(name, policy, options.first_draw + i, traces, options.known, options.limit)
+        for title in options.sets.split(",")
+        for name, case in sets()[title].items()
+        if traces.has(case.needs) and re.search(options.only, name)
+        for policy in filter(None, options.policies.split(","))
+        for i in range(options.draws)
+    ]
+    jobs = [job for job in wanted if not results.has(job.key, any_code=options.keep)]
+    began, failed = time.perf_counter(), 0
+    for number, (job, found) in enumerate(all_runs(jobs, options.jobs), 1):
+        if isinstance(found, Exception):
+            failed += 1
+            text = f"failed: {found!r}"
+        else:
+            results.add(found)
+            text = f"{found['wall']:.1f} s"
+        passed = time.perf_counter() - began
+        print(
+            f"{passed:6.0f} s {number}/{len(jobs)} {' '.join(map(str, job[:3]))}: {text}", file=sys.stderr, flush=True
+        )
+    shown = results.of([job.key for job in wanted]) if wanted else results.all()
+    print(report(shown))
+    if others := sum(one["code"] != _code() for one in shown):
+        print(f"\n{others} of the {len(shown)} results are of other code than this.")
+    if failed:
+        print(f"\n{failed} simulations failed.")
+    return 1 if failed else 0
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversation", type=Path)
     parser.add_argument("--synthetic", type=Path)
     parser.add_argument("--coding", type=Path)
+    parser.add_argument("--sets", default="overload", help=f"which sets of cases, of {','.join(sets())}")
     parser.add_argument("--draws", type=int, default=2)
     parser.add_argument("--first-draw", type=int, default=1, help="number of the first draw")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", default="", help="a regular expression for names of cases")
-    parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--held-out", action="store_true", help="the held-out cases")
+    parser.add_argument("--policies", default=",".join(POLICIES), help="none: only print what was read")
+    parser.add_argument("--limit", type=int, help="only the first requests of each case")
     parser.add_argument("--known", action="store_true", help="the router knows the costs of replicas from the start")
-    parser.add_argument("--out", type=Path, help="append all times to this file")
+    parser.add_argument("--out", type=Path, help="append all times to this file, and leave out what is in it")
+    parser.add_argument("--keep", action="store_true", help="results of other code in the file count too")
     parser.add_argument("--read", type=Path, nargs="*", default=[], help="results of earlier runs, for the table")
-    arguments = parser.parse_args()
-    traces = Traces(arguments.conversation, arguments.synthetic, arguments.coding)
-    runs = [json.loads(line) for path in arguments.read for line in path.read_text().splitlines()]
-    jobs: list[Job] = [
-        (name, policy, arguments.first_draw + i, traces, arguments.known)
-        for name, case in cases(arguments.held_out).items()
-        if traces.has(case.needs) and re.search(arguments.only, name)
-        for policy in filter(None, arguments.policies.split(","))
-        for i in range(arguments.draws)
-    ]
-    began = time.perf_counter()
-    with ProcessPoolExecutor(arguments.jobs) as pool:
-        for one in pool.map(run, jobs):
-            runs.append(one)
-            if arguments.out is not None:
-                with arguments.out.open("a") as file:
-                    print(json.dumps(one), file=file)
-            print(f"{time.perf_counter() - began:6.0f} s {one['case']} {one['policy']}", file=sys.stderr, flush=True)
-    print(report(runs))
+    options = parser.parse_args(arguments)
+    if unknown := set(options.sets.split(",")) - set(sets()):
+        parser.error(f"there is no set {', '.join(sorted(unknown))}: the sets are {', '.join(sets())}")
+    return options
+
+
+@lru_cache
+def _code() -> str:
+    """A digest of all code that decides a simulation but the cases."""
+    package = Path(foreword.__file__).parent
+    folders = "routing", "sim", "blocks"
+    paths = [path for folder in folders for path in sorted((package / folder).glob("*.py"))]
+    digest = blake2b(digest_size=8)
+    for path in (*paths, package / "engine" / "scheduler.py", Path(rivals.__file__)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -168,7 +168,7 @@ class AsyncEngine:
         async def prepare() -> None:
             nonlocal compiled, constraint
             if time.monotonic() >= self.prefixes.look_at:
-                self.prefixes.follow_public()
+                await self.prefixes.know_public()
             compiled = await self.compile(request.params, request.salt)
             if compiled is not None and request.output:
                 work = partial(self._core.constraint_after, request, compiled)

@@ -340,6 +340,8 @@ class DirectTier(DirectCopies):
     # Saving, on the engine's thread or, as the caller takes care, one at a time
 
     def save(self, units: Sequence[int], headers: Sequence[Header], tiers: Tiers, group: int) -> tuple[int, Tiers]:
+        if self.tier.deletes(header.name for header in headers):  # the write queue waits for it
+            return 0, tiers
         read = self._writer.began()
         reserved = self.tier.reserve(headers, time.monotonic() + _CALL_SECONDS)
         if not self.ring.room(reserved.stride):  # slots have grown; they never shrink

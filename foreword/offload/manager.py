@@ -552,15 +552,15 @@ class OffloadManager:
 
     def delete(self, keys: Sequence[bytes], names: Callable[[], Sequence[Name]]) -> Future[dict[str, int]]:
         """Delete blocks that are not needed, from every tier, after what is queued was written. `names`, which have these keys,
-        are asked for when it is done. A block that is saved again before stays. Returns how many were there, by the label of
-        the tier. A tier that fails keeps them until it evicts them."""
+        are asked for when it is done. A block that is saved again before it is gone stays. Returns how many were there, by the
+        label of the tier. A tier that fails keeps them until it evicts them."""
 
         def work() -> dict[str, int]:
             self.flush_writes(WRITE_TIMEOUT)
             counts, wanted, deadline = {}, names(), time.monotonic() + WRITE_TIMEOUT
             for tier in (self.store.tiers[index] for index in self.store.writable):
                 with contextlib.suppress(StoreError):
-                    counts[tier.label] = tier.delete(self._still_unsaved(wanted), deadline)
+                    counts[tier.label] = tier.delete_unneeded(wanted, self._is_unsaved, deadline)
             return counts
 
         return self._unless_saved(keys, work)
@@ -570,10 +570,10 @@ class OffloadManager:
         if drop:
             self.delete(keys, names)
         elif self.store.defers:
-            self._unless_saved(keys, lambda: self.store.drop_deferred(self._still_unsaved(names())))
+            self._unless_saved(keys, lambda: self.store.drop_deferred([*filter(self._is_unsaved, names())]))
 
     def _unless_saved(self, keys: Sequence[bytes], work: Callable[[], Done]) -> Future[Done]:
-        """Do something later to the blocks of these keys that are `_still_unsaved` then."""
+        """Do something later to the blocks of these keys that are not saved again until then (`_is_unsaved`)."""
         mine = object()
         with self._changed:
             self._unsaved.update(dict.fromkeys(keys, mine))
@@ -589,8 +589,8 @@ class OffloadManager:
 
         return self.later(done)
 
-    def _still_unsaved(self, names: Iterable[Name]) -> list[Name]:
-        return [name for name in names if key_of(name) in self._unsaved]
+    def _is_unsaved(self, name: Name) -> bool:
+        return key_of(name) in self._unsaved
 
     def describe(self, model: str, fingerprint: bytes, groups: Sequence[KVGroup], key_size: int = 0) -> Future[None]:
         """Write the records of the layouts, for tools. `model`: its name; `groups`: the KV groups; `key_size`: tokens per block

@@ -23,7 +23,7 @@ from foreword.blocks.keys import FINGERPRINT_BYTES, PUBLIC_ROOT, is_public
 from foreword.blocks.layout import ROOT_BYTES, Layout, block_names, key_of
 from foreword.blocks.public_blocks import roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
-from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
+from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreTimeout, StoreUnreadable
 from foreword.prefixes.lease_records import PREFIXES, PrefixRecord
 from foreword.prefixes.tier_erasure import erase_tier, stream
 from foreword.store.background import at_once
@@ -37,8 +37,8 @@ from foreword.store.tiered import OnFailure, TieredStore, raise_failure
 if TYPE_CHECKING:
     from foreword.store.key_interfaces import TenantKeys
 
-SCAN_WITHIN = 600.0  # seconds for a scan of all tiers
-_SYNC_WITHIN = 60.0  # seconds until a busy device has one folder or piece
+SCAN_WITHIN = 600.0  # seconds for a scan of all tiers, and until a busy device has what was deleted
+SYNC_WITHIN = 60.0  # the latter where a client waits for the receipt, and the erasure is repeated behind it
 KEY_STORE = "key store"  # the place of data keys in receipts
 _ROUNDS = 3  # how often a tier is swept while a sweep finds something
 _CANONICAL: Any = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": True}
@@ -273,15 +273,17 @@ def erase_prefixes(
     *,
     queued: int = 0,
     only: Collection[str] | None = None,
+    sync_within: float = SCAN_WITHIN,
 ) -> Receipt:
     """Erase as `forget_tenant` does, given the first bytes of the chains' roots.
 
     Args:
         queued: blocks that an engine is still writing to its tiers.
         only: labels of the tiers to erase; None: all.
+        sync_within: seconds until the device of a tier has what was deleted; else it is not complete there.
     """
     digits = tuple(one.hex() for one in prefixes)
-    erasure = _Erasure(store, queued, only)
+    erasure = _Erasure(store, queued, only, sync_within)
     erasure.sweep([(b"", one) for one in prefixes], lambda key: key.split("/")[2].startswith(digits))
     return erasure.receipt(what)
 
@@ -358,8 +360,14 @@ class _Erasure:
     changed by the thread of its tier.
     """
 
-    def __init__(self, store: TieredStore, queued: int = 0, only: Collection[str] | None = None) -> None:
-        self._store, self._widened = store, False
+    def __init__(
+        self,
+        store: TieredStore,
+        queued: int = 0,
+        only: Collection[str] | None = None,
+        sync_within: float = SCAN_WITHIN,
+    ) -> None:
+        self._store, self._widened, self._sync_within = store, False, sync_within
         self._tiers = [tier for tier in store.tiers if only is None or tier.label in only]
         self._places: dict[tuple[str, str], Place] = {}
         if queued:
@@ -412,11 +420,24 @@ class _Erasure:
             if wanted is not None and records and self._place(tier).outcome not in _REFUSED:
                 self._remove_records(tier, wanted)
             if self._done(tier):
-                until = time.monotonic() + SCAN_WITHIN
-                sync = partial(tier.store.sync_deletions, prefixes, records=records, deadline=until)
-                any(stream(tier, sync, within=_SYNC_WITHIN))
+                self._sync(tier, prefixes, records=records)
 
         self._each(self._tiers, work)
+
+    def _sync(self, tier: StoreTier, prefixes: Sequence[tuple[bytes, bytes]], *, records: bool) -> None:
+        """Wait until a loss of power does not undo the deletions: until then nothing counts as erased. Raises StoreError."""
+        limit = self._sync_within
+        sync = partial(tier.store.sync_deletions, prefixes, records=records, deadline=time.monotonic() + SCAN_WITHIN)
+        try:
+            # One step may take as long as all: a busy device writes a whole file system in it.
+            any(stream(tier, sync, within=limit))
+        except StoreTimeout:
+            what = (
+                f"its device has not written what was deleted within {limit:.0f} s, as an erasure that is complete must"
+            )
+            raise StoreTimeout(
+                f"{what}; a server repeats it. If this stays, something is wrong with the device"
+            ) from None
 
     def _sweep_tier(self, tier: StoreTier, prefix: tuple[bytes, bytes], chosen: Collection[Name] | None) -> None:
         """Erase until a sweep finds nothing more. Places that fail are not tried again, since that takes its time."""

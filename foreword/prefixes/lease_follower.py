@@ -23,8 +23,10 @@ logger = logging.getLogger(__name__)
 _RETENTIONS_SECONDS: Final = 15.0
 # A record of a retention is renewed when this share of its ttl has passed since it was written.
 _RENEWAL: Final = 0.25
-# Seconds behind a use in which the blocks of an adopted retention come to faster tiers, and are pinned there once a second.
+# Seconds behind a use in which the blocks of an adopted retention come to faster tiers, and are pinned there once a second; and
+# those after which a tier that has failed is asked again for so long, until it has answered.
 _COMING: Final = 5
+_PAUSE: Final = 5
 
 
 class LeaseFollower:
@@ -41,7 +43,7 @@ class LeaseFollower:
         # By record key, until when the record says that it is kept, on the book's clock.
         self._written: dict[str, float] = {}
         self._due: dict[str, Lease[Any]] = {}  # under the book's lock
-        # Adopted ones that are not pinned in all tiers, by record key: seconds that are left since their first use, if any.
+        # Those that are not pinned in all tiers, by record key: seconds that are left, if they were used or a tier has failed.
         self._coming: dict[str, int | None] = {}
         pins.needed.append(lambda tenant: [one.keys for one in book.of(tenant) if one.stored])
         book.changed = self._changed
@@ -98,14 +100,22 @@ class LeaseFollower:
     def _restore_pins(self) -> None:
         try:
             self._pins.tick()
-            for one in self._used_adopted():
-                self._pins.pin(one.root, one.keys)
+            for key, one in self._coming_now():
+                self._pin(key, one)
         except StoreError as error:
             logger.warning("pinning a retained prefix: %s", error.message)
 
-    def _used_adopted(self) -> list[Lease[Any]]:
-        """Adopted retentions that were used in the last seconds. A slow tier may have their pins, and those before it nothing
-        until a request has loaded the blocks from there."""
+    def _pin(self, key: str, one: Lease[Any]) -> None:
+        def failed() -> None:
+            with self._book.lock:
+                if one in self._book:
+                    self._coming[key] = _PAUSE + _COMING
+
+        self._pins.pin(one.root, one.keys, failed)
+
+    def _coming_now(self) -> list[tuple[str, Lease[Any]]]:
+        """Retentions, by record key, that were adopted and used in the last seconds, or that a tier failed to pin. A slow tier
+        may have the pins of an adopted one, and those before it nothing until a request has loaded the blocks from there."""
         with self._book.lock:
             used = {key: left for key, left in self._coming.items() if left is not None}
             for key, left in used.items():
@@ -113,8 +123,9 @@ class LeaseFollower:
                     self._coming[key] = left - 1
                 else:
                     del self._coming[key]
-            known = [self._book.known(key.split("/")[2], bytes.fromhex(key.rpartition("/")[2])) for key in used]
-            return [one for one in known if one is not None and one.stored]
+            due = [key for key, left in used.items() if left <= _COMING]
+            known = [self._book.known(key.split("/")[2], bytes.fromhex(key.rpartition("/")[2])) for key in due]
+            return [(key, one) for key, one in zip(due, known, strict=True) if one is not None and one.stored]
 
     def _write(self, key: str, one: Lease[Any]) -> None:
         ends = one.expires  # a use may move it meanwhile
@@ -132,7 +143,7 @@ class LeaseFollower:
         )
         self._records.put(key, record)
         self._written[key] = ends
-        self._pins.pin(one.root, one.keys)
+        self._pin(key, one)
 
     def _remove(self, key: str, one: Lease[Any]) -> None:
         self._written.pop(key, None)

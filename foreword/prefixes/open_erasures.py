@@ -25,6 +25,7 @@ from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES, Salt, ungenerated
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import (
     KEY_STORE,
+    SYNC_WITHIN,
     KeysDestroyed,
     Place,
     PlaceOutcome,
@@ -131,7 +132,8 @@ class OpenErasures:
         one = OpenErasure(os.urandom(12).hex(), prefixes, what, frozenset(everywhere), begun)
         record = self._write_soon(one)
         with self._erasing(prefixes) as queued:
-            one.receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=queued))
+            swept = erase_prefixes(self._store, prefixes, what, queued=queued, sync_within=SYNC_WITHIN)
+            one.receipt = destroyed.noted(swept)
         one.tiers = _open_tiers(one.receipt)
         if one.tiers:
             # The thread may be busy with others, and this process may end right after its answer.

@@ -59,19 +59,29 @@ class StorePins:
         """The model, in the record keys of named prefixes."""
         return (self._weights or self.model)[:32]
 
-    def pin(self, root: bytes, keys: Chain) -> None:
-        """Pin a prefix whose record is written."""
+    def pin(self, root: bytes, keys: Chain, failed: Callable[[], object] = lambda: None) -> None:
+        """Pin a prefix whose record is written. `failed` is called, on any thread, for each tier that fails."""
 
         def work() -> None:
-            if not self._pin_now(root, keys, self._seconds) and self._tries and len(self._pending) < _MAX_PENDING:
+            if (
+                not self._pin_now(root, keys, self._seconds, failed)
+                and self._tries
+                and len(self._pending) < _MAX_PENDING
+            ):
                 self._pending[root, keys[-1]] = keys, self._tries
 
         self._run(work)
 
-    def _pin_now(self, root: bytes, keys: Chain, seconds: float = _PIN_SECONDS) -> bool:
+    def _pin_now(
+        self,
+        root: bytes,
+        keys: Chain,
+        seconds: float = _PIN_SECONDS,
+        failed: Callable[[], object] = lambda: None,
+    ) -> bool:
         """Pin the blocks that are stored already. Whether these are all."""
         names = [name for group in self.groups for name in group.names(root, own_keys(root, group.behind(keys)))]
-        return self._set(names, seconds, pinned=True) == len(names)
+        return self._set(names, seconds, pinned=True, failed=failed) == len(names)
 
     def unpin(self, tenant: str, root: bytes, keys: Chain) -> None:
         """Unpin the blocks of a prefix whose record is deleted."""
@@ -105,8 +115,11 @@ class StorePins:
             prefix = records.kind.key(model, tenant, "")
             yield from (one.chain for one in records.scan(prefix, known=read, failed=leave).values.values())
 
-    def _set(self, names: Sequence[Name], seconds: float, *, pinned: bool) -> int:
-        return self._store.pin(names, pinned=pinned, deadline=time.monotonic() + seconds) if names else 0
+    def _set(
+        self, names: Sequence[Name], seconds: float, *, pinned: bool, failed: Callable[[], object] = lambda: None
+    ) -> int:
+        until = time.monotonic() + seconds
+        return self._store.pin(names, pinned=pinned, deadline=until, failed=failed) if names else 0
 
     def tick(self) -> None:
         """Is called about once a second: tries again to pin what was not written yet."""

@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 _REFRESH_SECONDS = 2.0
 _UNKNOWN_SECONDS = 0.1
 _MAX_TENANTS = 4096
-# How long a request that names a known prefix waits for the store.
+# How long a request that names a known prefix waits for the store, and the first requests until it has told what is public.
 _KNOWN_NAME_WAIT = 0.25
+_FIRST_PUBLIC_WAIT = 2.0
 # Names whose records are looked for when the budget is spent.
 _MOST_ASKED = 64
 
@@ -329,6 +330,7 @@ class AsyncPrefixes:
         self._refreshing: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
+        self._known_by = math.inf  # until when requests wait for what is public
 
     async def add(
         self,
@@ -362,6 +364,20 @@ class AsyncPrefixes:
             self.look_at = time.monotonic() + _REFRESH_SECONDS
         if self.service.stale(PUBLIC.tenant) and (self._following is None or self._following.done()):
             self._following = self.later(self._refresh(PUBLIC.tenant, None))
+
+    async def know_public(self) -> None:
+        """Like `follow_public`, and requests that come before it has ended for the first time wait for it, until two seconds
+        after the first of them at most: they would find nothing of what is public, and keep it as their tenant's own."""
+        self.follow_public()
+        self._known_by = min(self._known_by, time.monotonic() + _FIRST_PUBLIC_WAIT)
+        left = self._known_by - time.monotonic()
+        if left <= 0 or self._following is None:
+            return
+        if not self._following.done():
+            self.look_at = 0.0  # those that come meanwhile wait too
+            await asyncio.wait({self._following}, timeout=left)
+        if self._following.done():
+            self._known_by = 0.0
 
     async def repin(self, prefix: NamedPrefix, salt: bytes = b"", compute: Compute | None = None) -> None:
         """Keep the KV of a registered prefix, if the budget lasts; otherwise it is cached like any other text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Final
 
 from foreword.blocks.keys import PUBLIC_ROOT
@@ -17,7 +18,8 @@ _SCAN_SECONDS: Final = 2.0
 
 
 class PublicRecords:
-    """Public blocks, for a process that reads them from the records of its stores every two seconds.
+    """Public blocks, for a process that reads them from the records of its stores: when this is made, for two seconds per store
+    at most, and then every two seconds.
 
     Attributes:
         blocks: what is known so far.
@@ -27,12 +29,14 @@ class PublicRecords:
         self.blocks = PublicBlocks()
         self._records = SharedRecords(store, PREFIXES, READ_SECONDS)
         self._prefix = PREFIXES.key(model[:32], PUBLIC_ROOT.hex(), "")
+        # Before the first request: one that begins with a public text would be named as its tenant's own, and find nothing.
+        self._scan(READ_SECONDS)
         self._jobs = BackgroundJobs("public", most=1, tick=self._scan, every=_SCAN_SECONDS)
-        self._jobs.add(self._scan)
 
-    def _scan(self) -> None:
+    def _scan(self, within: float = math.inf) -> None:
         with contextlib.suppress(StoreError):  # then it is as it was
-            self.blocks.set(record.chain for record in self._records.scan(self._prefix).values.values())
+            found = self._records.scan(self._prefix, within=within)
+            self.blocks.set(record.chain for record in found.values.values())
 
     def close(self) -> None:
         self._jobs.close(READ_SECONDS)

@@ -35,7 +35,7 @@ from foreword.router_extras.fan_out import (
 from foreword.router_extras.router_prefixes import RouterPrefixes
 from foreword.router_extras.worker_links import workers_of
 
-_ANSWER_SECONDS: Final = 60.0  # a replica may have much to erase
+_ANSWER_SECONDS: Final = 90.0  # a replica may have much to erase, and waits for its devices (`prefixes/erasure.py`)
 _DOWN_SECONDS: Final = 15.0  # of one that takes no requests
 _PAUSE: Final = 5.0  # seconds
 _LONGEST_PAUSE: Final = 300.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from foreword.routing.costs import DEFAULT_COSTS, CostModel, ReplicaCosts, pairs
@@ -38,26 +37,19 @@ class Measurement(NamedTuple):
         """How many times as long it took as these costs expect."""
         return self.seconds / (costs.first + costs.compute_pairs(self.tokens, pairs(self.tokens, 0)))
 
+    def distance(self, model: CostModel) -> float:
+        """How much it differs from the model's costs, as the logarithm of a factor."""
+        return abs(math.log(max(self.ratio(model.costs), 1e-12)))
+
 
 _Group = tuple[str, ReplicaCosts | None, str]
-
-
-@dataclass(slots=True)
-class _Kind:
-    """The common costs of a kind."""
-
-    model: CostModel
-
-    def distance(self, measured: Measurement) -> float:
-        """How much its costs differ from what was measured, as the logarithm of a factor."""
-        return abs(math.log(max(measured.ratio(self.model.costs), 1e-12)))
 
 
 class CostKinds:
     """The common costs of all kinds. Bounded: by machine, and in all."""
 
     def __init__(self) -> None:
-        self._kinds: dict[_Group, list[_Kind]] = {}
+        self._kinds: dict[_Group, list[CostModel]] = {}
 
     def of(
         self, role: str, costs: ReplicaCosts | None, machine: str = "", measured: Measurement | None = None
@@ -66,35 +58,34 @@ class CostKinds:
         known = self._of_machine((role, costs, machine))
         if costs is not None or measured is None or not measured.is_usable:
             if not known:
-                known.append(_Kind(CostModel(costs)))
-            return known[0].model
-        near = min(known, key=lambda one: one.distance(measured), default=None)
-        if near is None or near.distance(measured) > math.log(_DIFFERENT):
+                known.append(CostModel(costs))
+            return known[0]
+        near = min(known, key=measured.distance, default=None)
+        if near is None or measured.distance(near) > math.log(_DIFFERENT):
             if near is None:
-                near = _Kind(CostModel(DEFAULT_COSTS.slower(measured.ratio(DEFAULT_COSTS))))
+                near = CostModel(DEFAULT_COSTS.slower(measured.ratio(DEFAULT_COSTS)))
             else:
                 # The first kind's lessons from long prompts hold for the others too, but for their speed.
-                first = known[0].model
-                near = _Kind(CostModel(None, first, measured.ratio(first.costs)))
+                near = CostModel(None, known[0], measured.ratio(known[0].costs))
             known.append(near)
             del known[:-_MOST_OF_MACHINE]
-        return near.model
+        return near
 
     def begin(self, role: str, machine: str, costs: ReplicaCosts) -> CostModel | None:
         """Begin a kind of a machine with known costs. None if it has too many."""
         known = self._of_machine((role, None, machine))
         if len(known) >= _MOST_OF_MACHINE:
             return None
-        known.append(_Kind(CostModel(costs)))
-        return known[-1].model
+        known.append(CostModel(costs))
+        return known[-1]
 
     def of_machines(self) -> Iterator[tuple[str, str, CostModel]]:
         """Role, machine and costs of each kind whose machine is known and whose costs are not configured."""
         for (role, costs, machine), known in self._kinds.items():
             if machine and costs is None:
-                yield from ((role, machine, one.model) for one in known)
+                yield from ((role, machine, one) for one in known)
 
-    def _of_machine(self, group: _Group) -> list[_Kind]:
+    def _of_machine(self, group: _Group) -> list[CostModel]:
         """The kinds of one machine. Those of the machine that was unused for longest are forgotten if there are too many."""
         self._kinds[group] = known = self._kinds.pop(group, [])
         while len(self._kinds) > MOST_MACHINES:

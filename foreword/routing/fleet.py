@@ -322,8 +322,16 @@ class Fleet:
             found = [(size, self.sessions.find(None, keys, now)) for (_, size), keys in spaces.items()]
             known = [(size * one.blocks, one) for size, one in found if one is not None]
             best = max(known, key=lambda pair: pair[0])[1] if known else None
-        replica = self.replicas.get(query.continues) if best is None else None
-        return best if replica is None else SessionHome(replica.name, replica.weights)
+        if best is None:
+            replica = self.replicas.get(query.continues)
+            return None if replica is None else SessionHome(replica.name, replica.weights)
+        replica = self.replicas.get(best.replica or "") if query.session is None else None
+        if replica is not None:
+            # A next turn has the answer of the one before. While that waits for its first token, this one only begins alike.
+            keys = query.keys_in(replica.key_space(query))
+            if replica.in_flight_prefixes.leading(keys) >= best.blocks:
+                return None
+        return best
 
     def _without(self, weights: str, reason: str) -> dict[str, str]:
         """The reason for all replicas that are not known to have these weights."""

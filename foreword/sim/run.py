@@ -65,19 +65,21 @@ def simulate(
     *,
     name: str | None = None,
     progress: Callable[[int], None] | None = None,
+    fleet: type[Fleet] = Fleet,
 ) -> SimulationResult:
     """Send a trace through a fleet of simulated replicas.
 
     The scheduler, block pool, eviction policy of stores, directory and placement are the real ones. Time, device and bytes are
     simulated. `name` is the name of the result, by default the policy's. `progress` is called with the number of arrived
-    requests, once per hundred.
+    requests, once per hundred. `fleet` is the state that placements are decided with: a subclass may see something else than
+    what is, such as another clock.
 
     A request whose replica fails is placed again, with the prompt and its output so far. While no replica runs, requests wait.
 
     Raises ConfigError for an unknown policy, an empty trace, a request that does not fit into a replica's device, a change that
     is impossible, or requests that no replica took.
     """
-    simulation = _Simulation(list(trace), spec or FleetSpec(), policy, costs or EngineCosts(), progress)
+    simulation = _Simulation(list(trace), spec or FleetSpec(), policy, costs or EngineCosts(), progress, fleet)
     with _no_collections():
         return simulation.run(name)
 
@@ -104,6 +106,7 @@ class _Simulation:
         policy: Policy | str,
         costs: EngineCosts,
         progress: Callable[[int], None] | None,
+        fleet: type[Fleet],
     ) -> None:
         if not trace:
             raise ConfigError("the trace has no requests")
@@ -127,7 +130,7 @@ class _Simulation:
         self.agenda: list[tuple[float, int, str, SimulatedReplica | Callable[[], None]]] = []
         self.outcomes = [RequestOutcome(request) for request in trace]
         chosen = policy_named(policy) if isinstance(policy, str) else policy
-        self.fleet = Fleet(
+        self.fleet = fleet(
             chosen, directory=Directory(4 * self._all_blocks()), disaggregation=DisaggregationPolicy().choose
         )
         tokens = self.specs[""].shared_tokens

@@ -12,6 +12,7 @@ tenant to evict from.
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,16 +30,24 @@ _MAX_DEPTH = (1 << _DEPTH_BITS) - 1
 
 
 class FairShare:
-    """The share of each tenant, where all are too many to look at for each eviction: idle ones are counted once a minute."""
+    """The share of each tenant, where all are too many to look at for each eviction: idle ones are counted when one more is
+    idle, and once a minute, since other processes may use the same store."""
 
     def __init__(self, budget: int) -> None:
-        self._budget, self._idle, self._counted_at = budget, 0, -IDLE_SECONDS
+        self._budget, self._idle, self._counted_at, self._next = budget, 0, -IDLE_SECONDS, -math.inf
 
-    def among(self, tenants: int, now: float, idle_since: Callable[[float], int]) -> float:
-        """The share among so many tenants. `idle_since` counts those of them that were not used after a time."""
-        if not 0 <= now - self._counted_at < IDLE_SECONDS / 60:  # the clock of an index that is made anew may be behind
-            self._idle, self._counted_at = idle_since(now - IDLE_SECONDS), now
+    def among(self, tenants: int, now: float, idle_since: Callable[[float], tuple[int, float]]) -> float:
+        """The share among so many tenants. `idle_since` counts those of them that were not used after a time, and says when the
+        first of the others was used last; infinity if there is none."""
+        # The clock of an index that is made anew may be behind.
+        if now >= self._next or not 0 <= now - self._counted_at < IDLE_SECONDS / 60:
+            self._idle, active = idle_since(now - IDLE_SECONDS)
+            self._counted_at, self._next = now, active + IDLE_SECONDS
         return self._budget / max(tenants - self._idle, 1)
+
+    def note_end(self, used_at: float) -> None:
+        """A tenant that was used last at this time is used again, or has no block any more: it is not idle from now on."""
+        self._idle -= used_at <= self._counted_at - IDLE_SECONDS
 
 
 class _Tenant:
@@ -154,7 +163,7 @@ class ChainLru:
             tenant = self._tenants[key] = _Tenant()
         tenant.slots += 1
         if queue:
-            tenant.used_at = time.monotonic()
+            self._use(tenant)
         self.parents[slot] = self._add_child(parent) if parent != name else None
         if queue and not self._children[slot]:
             self._push(slot, tenant)
@@ -192,7 +201,11 @@ class ChainLru:
         """Note that the tenant of this block uses the store."""
         tenant = self._tenants.get(self._tenant_of(name))
         if tenant is not None:
-            tenant.used_at = time.monotonic()
+            self._use(tenant)
+
+    def _use(self, tenant: _Tenant) -> None:
+        self._share.note_end(tenant.used_at)
+        tenant.used_at = time.monotonic()
 
     def pin(self, slot: int, pinned: bool) -> None:
         self.pinned[slot] = pinned
@@ -251,8 +264,11 @@ class ChainLru:
             return next(iter(oldest))
         tenants, now = self._tenants, time.monotonic()
         usage = {one: TenantUse(tenants[one].slots + (one == tenant_to_add), tenants[one].used_at) for one in oldest}
-        share = self._share.among(len(tenants), now, lambda at: sum(one.used_at <= at for one in tenants.values()))
-        return choose(oldest, usage, share, now)
+        return choose(oldest, usage, self._share.among(len(tenants), now, self._idle_since), now)
+
+    def _idle_since(self, used_at: float) -> tuple[int, float]:
+        later = [one.used_at for one in self._tenants.values() if one.used_at > used_at]
+        return len(self._tenants) - len(later), min(later, default=math.inf)
 
     def _oldest(self, tenant: bytes, before: int) -> int | None:
         """The entry of a tenant's least recently used leaf that can be evicted. It stays in the heap."""
@@ -285,8 +301,10 @@ class ChainLru:
 
     def _leave(self, tenant: bytes) -> None:
         """Count one block less."""
-        self._tenants[tenant].slots -= 1
-        if not self._tenants[tenant].slots:
+        mine = self._tenants[tenant]
+        mine.slots -= 1
+        if not mine.slots:
+            self._share.note_end(mine.used_at)
             del self._tenants[tenant]
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Name]]:

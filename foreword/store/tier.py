@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -77,7 +77,8 @@ class StoreTier(StoreGuard):
         self._refusal = store.refusal
         self._set_aside: dict[Name, float] = {}
         self._unread = 0  # reads in succession in which the device gave no block
-        self._deleting: dict[threading.Event, float] = {}  # running deletions of bad blocks, and their deadlines
+        # Running deletions that a block may be stored behind: until when it waits for them, and what they delete.
+        self._deleting: dict[threading.Event, tuple[float, Collection[Name]]] = {}
 
     def subscribe(self, listener: Callable[[bool, Sequence[Name]], None]) -> None:
         """Call `listener(stored, names)` whenever blocks are stored in or removed from this tier by this process."""
@@ -368,7 +369,7 @@ class StoreTier(StoreGuard):
                 self._deleting.pop(done, None)
                 done.set()
 
-        self._deleting[done] = until
+        self._deleting[done] = until, sizes
         try:
             if self.blocking:
                 self.start(work).wait(deadline)
@@ -422,8 +423,9 @@ class StoreTier(StoreGuard):
         return kept
 
     def _put(self, frames: Sequence[Frame], deadline: float) -> int:
-        for deletion, until in tuple(self._deleting.items()):  # until then the bad block would be taken for present
-            deletion.wait(max(min(until, deadline) - time.monotonic(), 0.0))
+        for deletion, (until, deleted) in tuple(self._deleting.items()):
+            if any(frame.name in deleted for frame in frames):  # until then it would be taken for present
+                deletion.wait(max(min(until, deadline) - time.monotonic(), 0.0))
         try:
             kept = self.store.put(frames, deadline=deadline)
         except (StoreFull, StoreReadOnly) as error:  # it works: blocks can be read
@@ -486,8 +488,37 @@ class StoreTier(StoreGuard):
         """Delete blocks, even if the circuit breaker is open. Returns how many were present. Raises StoreError."""
         return self.call(lambda: self._delete(names, deadline), deadline)
 
+    def delete_unneeded(self, names: Sequence[Name], unneeded: Callable[[Name], bool], deadline: float) -> int:
+        """Delete those of these blocks that are unneeded, as `delete` does. A block that was needed again before it is given to
+        `put` is there afterwards: `put` waits for what is deleted, and `deletes` says it to those who cannot wait."""
+        wanted = frozenset(names)
+
+        def work() -> int:
+            # First: what is deferred may be under way to `put`, which would wait for this.
+            self.drop_deferred(lambda name: name in wanted and unneeded(name), deadline)
+            # The race is with a block that is needed again after it was chosen: its `put` comes later, and finds this.
+            done = threading.Event()
+            self._deleting[done] = deadline, wanted
+            try:
+                return self._delete_stored([name for name in names if unneeded(name)], deadline)
+            finally:
+                del self._deleting[done]
+                done.set()
+
+        return self.call(work, deadline)
+
+    def deletes(self, names: Iterable[Name]) -> bool:
+        """Whether one of these blocks is perhaps being deleted now, so that it is no use to find it."""
+        if not self._deleting:
+            return False
+        running = [deleted for _, deleted in tuple(self._deleting.values())]
+        return any(name in deleted for name in names for deleted in running)
+
     def _delete(self, names: Sequence[Name], deadline: float) -> int:
         self.drop_deferred(frozenset(names).__contains__, deadline)
+        return self._delete_stored(names, deadline)
+
+    def _delete_stored(self, names: Sequence[Name], deadline: float) -> int:
         count = self.store.delete(names, deadline=deadline)
         self.notify(False, names)
         return count

@@ -358,11 +358,25 @@ class TieredStore(Store):
         """
         return max((tier.delete(names, deadline) for tier in self.tiers), default=0)
 
-    def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
+    def pin(
+        self,
+        names: Sequence[Name],
+        *,
+        pinned: bool = True,
+        deadline: float,
+        failed: Callable[[], object] = lambda: None,
+    ) -> int:
+        """Pin or unpin blocks in every writable tier. Returns the largest number of one tier. `failed` is called for each that
+        fails: what it has of them is not pinned."""
+
         def in_tier(tier: StoreTier) -> int:
             if pinned:
                 tier.write_deferred(deadline, everything=True)
-            return tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0, deadline)
+            try:
+                return tier.ask(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), deadline)
+            except StoreError:
+                failed()
+                return 0
 
         return max((in_tier(self.tiers[index]) for index in self.writable), default=0)
 

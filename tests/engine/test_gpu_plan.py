@@ -9,12 +9,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import benchmarks.gpu.plan as plan_module
 from benchmarks.gpu.batch_copies import BatchCopies
 from benchmarks.gpu.decisions import forget_pages, resident_share
 from benchmarks.gpu.plan import DECISIONS, LONG, STEPS, TOTAL, Plan, PlanStep
@@ -204,26 +206,43 @@ SCRIPT = """
 """
 
 
-def scripted(folder: Path, names: dict[str, float], total: float = TOTAL, alone: tuple[str, ...] = ()) -> Plan:
-    """A plan whose steps are those of a script: what each does, its name says; and the seconds that it may take."""
+class Clock:
+    """The clock of a plan: a minute is over when the step that hangs has told its rows."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self._passed = 0.0
+
+    def monotonic(self) -> float:
+        if self.plan is not None and len(self.plan.table.results["hangs"]["rows"]) == 2:
+            self._passed = 60.0
+        return time.monotonic() + self._passed
+
+
+def scripted(
+    folder: Path, patch: pytest.MonkeyPatch, names: Sequence[str], total: float = TOTAL, alone: tuple[str, ...] = ()
+) -> Plan:
+    """A plan whose steps are those of a script: what each does, its name says. Each may take a minute."""
     script = folder / "worker.py"
     script.write_text(textwrap.dedent(SCRIPT))
 
     def never(context: object) -> list[dict[str, Any]]:
         raise AssertionError("steps run in another process")
 
-    known = {name: PlanStep(never, seconds, alone=name in alone) for name, seconds in names.items()}
-    command = [sys.executable, "-S", "-E", str(script)]
-    return Plan(list(names), folder, folder, lambda some: [*command, ",".join(some)], known, total)
+    known = {name: PlanStep(never, 60.0, alone=name in alone) for name in names}
+    command, clock = [sys.executable, "-S", "-E", str(script)], Clock()
+    patch.setattr(plan_module, "time", clock)
+    clock.plan = Plan(names, folder, folder, lambda some: [*command, ",".join(some)], known, total)
+    return clock.plan
 
 
-def test_a_step_that_hangs_dies_or_raises_costs_its_own_rows(tmp_path: Path) -> None:
+def test_a_step_that_hangs_dies_or_raises_costs_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that a step has found stay when it hangs, dies or raises; the others run, in a new process where the old one is
     gone."""
-    seconds = dict.fromkeys(("hangs", "works", "dies", "raises", "ends", "breaks", "follows", "lone"), 60.0) | {
-        "hangs": 3.0
-    }
-    plan = scripted(tmp_path, seconds, alone=("lone",))
+    names = ("hangs", "works", "dies", "raises", "ends", "breaks", "follows", "lone")
+    plan = scripted(tmp_path, monkeypatch, names, alone=("lone",))
     assert plan.run() == 1
     found = results_of(tmp_path)
     rows = {name: [row["what"] for row in one["rows"]] for name, one in found.items()}
@@ -241,9 +260,9 @@ def test_a_step_that_hangs_dies_or_raises_costs_its_own_rows(tmp_path: Path) -> 
     assert not any(alive(int(pid)) for pid in process.values())
 
 
-def test_what_does_not_fit_into_the_time_is_not_run(tmp_path: Path) -> None:
+def test_what_does_not_fit_into_the_time_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that hangs to the end of the plan's time leaves none for the others, which the table says."""
-    plan = scripted(tmp_path, {"hangs": 60.0, "works": 60.0}, total=3.0)
+    plan = scripted(tmp_path, monkeypatch, ("hangs", "works"), total=60.0)
     assert plan.run() == 1
     found = results_of(tmp_path)
     assert "cut off" in found["hangs"]["error"] and len(found["hangs"]["rows"]) == 2

@@ -25,6 +25,7 @@ from foreword.blocks.salt import PUBLIC, Salt, tenant_digest
 from foreword.conformance import make_frames, put_all
 from foreword.conformance.frames import LAYOUT, names_of
 from foreword.engine.prompt_leases import EngineLeases
+from foreword.errors import StoreUnavailable
 from foreword.integrations.vllm_extras.retentions import CacheAction, ConnectorRetentions
 from foreword.offload.search import StoredGroup
 from foreword.prefixes import lease_follower
@@ -33,7 +34,8 @@ from foreword.prefixes.lease_records import RETENTIONS, RetentionRecord
 from foreword.prefixes.pins import StorePins
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.stored_names import PrefixStorage
-from foreword.store import shared_records
+from foreword.store import shared_records, tier_threads
+from foreword.store.base import Name
 from foreword.store.frame import RAW, Header, frame
 from foreword.store.machine import clock_id
 from foreword.store.memory.memory_store import MemoryStore
@@ -274,6 +276,60 @@ def test_blocks_that_come_back_to_a_faster_tier_are_pinned() -> None:
         assert follower.flush(60)
         assert fast.status().pinned_bytes == slow.status().pinned_bytes == sum(len(one.data) for one in chains[0])
         assert fast.status().pinned_bytes > 0
+
+
+class Refusing(MemoryStore):
+    """A store that fails to pin while it is told so."""
+
+    fails = True
+
+    def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
+        if self.fails:
+            raise StoreUnavailable("it fails")
+        return super().pin(names, pinned=pinned, deadline=deadline)
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_tier_that_fails_to_pin_is_asked_until_it_does(adopted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retention of this process, and one that it has adopted and used, is pinned in each tier, however long one fails and
+    another one has its pins. One that has ended meanwhile is not."""
+    monkeypatch.setattr(tier_threads, "_FIRST_PAUSE", 0.0)
+    root = bytes(range(32))
+    chains = [make_frames(number, 2, 100, root=root) for number in (1, 2)]
+    keys = [[one.header.key for one in frames] for frames in chains]
+    fast, slow = Refusing(1 << 20), MemoryStore(1 << 20)
+    for frames in chains:
+        put_all(fast, frames)
+        put_all(slow, frames)
+    store = TieredStore([fast, slow])
+
+    def follow() -> tuple[Leases[bytes], LeaseFollower]:
+        book = Leases[bytes](100, 100, block_bytes=1)
+        group = StoredGroup(KVGroup(GroupKind.FULL, SIZE), (LAYOUT,))
+        return book, LeaseFollower(book, store, StorePins(store, MODEL, [group]), SIZE)
+
+    def ticks(follower: LeaseFollower, count: int) -> None:
+        for _ in range(count):
+            follower._jobs.add(follower._tick)
+        assert follower.flush(60)
+
+    book, follower = follow()
+    for chain in keys:
+        book.retain(TENANT, root, chain, chain, Retention(2 * SIZE, None, 0), block_size=SIZE, whole=False)
+    assert follower.flush(60)
+    if adopted:
+        follower.close(60)
+        book, follower = follow()
+        assert [len(book.on_path(TENANT, chain)) for chain in keys] == [1, 1]
+    ticks(follower, 40)
+    assert fast.status().pinned_bytes == 0 < slow.status().pinned_bytes
+    book.release(TENANT, keys[1])
+    fast.fails = False
+    ticks(follower, 12)
+    assert fast.status().pinned_bytes == slow.status().pinned_bytes == sum(len(one.data) for one in chains[0])
+    assert not follower._coming
+    follower.close(60)
+    store.close()
 
 
 def test_blocks_that_are_written_later_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from foreword.blocks.salt import PUBLIC, Salt, derive_salt
 from foreword.engine.request import CacheReport, Request
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
+from foreword.prefixes import prefix_service
+from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.erasure import forget_chain, forget_prefix
 from foreword.prefixes.errors import UnknownPrefix
 from foreword.store.base import Name
@@ -148,7 +151,6 @@ def test_other_instances_and_erasures(folder: Callable[[str], Path], tmp_path: P
             assert receipt["complete"] and sum(receipt["removed"].values()) > 0
             assert await first.cached(TENANTS[0], prompt) == shared
         with closing(Server(folder(family), store)) as third:
-            await third.engine.prefixes.refresh(PUBLIC.tenant)
             assert await third.cached(TENANTS[2], prompt) == shared
             await third.flush()
         with closing(open_store([store])) as found:
@@ -158,10 +160,51 @@ def test_other_instances_and_erasures(folder: Callable[[str], Path], tmp_path: P
             left = Counter(one[FINGERPRINT_BYTES:PREFIX_BYTES] for one in names_in(found))
             assert left == {root: count for root, count in roots.items() if root != PUBLIC.digest}
         with closing(Server(folder(family), store)) as fourth:
-            await fourth.engine.prefixes.refresh(PUBLIC.tenant)
             assert await fourth.cached(TENANTS[1], prompt) == 0, "it is not public any more"
 
     asyncio.run(run())
+
+
+def test_the_first_requests_of_a_server(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """The first requests of a server wait until its store has told what is public, so that they find it, and do not keep it as
+    their tenant's own. A store that does not tell it is waited for once, and not for long."""
+    store, told, asked = f"disk://{tmp_path}/store?size=64MiB", threading.Event(), threading.Event()
+
+    def hold(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+        """The server's records are not read before they are `told`."""
+        read = server.engine.prefixes.service.refresh
+
+        def late(*given: Any) -> list[NamedPrefix]:
+            asked.set()
+            assert told.wait(60.0)
+            return read(*given)
+
+        monkeypatch.setattr(server.engine.prefixes.service, "refresh", late)
+
+    async def run(monkeypatch: pytest.MonkeyPatch) -> None:
+        with closing(Server(folder("llama"), store)) as first:
+            marked = await first.mark()
+            prompt, shared = [*marked, *private(8)], len(marked) // BLOCK * BLOCK
+            await first.flush()
+        with closing(Server(folder("llama"), store)) as second:
+            hold(monkeypatch, second)
+            monkeypatch.setattr(prefix_service, "_FIRST_PUBLIC_WAIT", 60.0)
+            waiting = [asyncio.create_task(second.cached(salt, prompt)) for salt in TENANTS[:2]]
+            assert await asyncio.to_thread(asked.wait, 60.0)
+            steps = second.engine.status().steps
+            await second.engine.check_integrity()  # what came before it would be there by now
+            assert second.engine.status().steps == steps and not any(one.done() for one in waiting)
+            told.set()
+            assert await asyncio.gather(*waiting) == [shared, shared]
+        with closing(Server(folder("llama"), store)) as third:
+            told.clear()
+            hold(monkeypatch, third)
+            monkeypatch.setattr(prefix_service, "_FIRST_PUBLIC_WAIT", 0.01)
+            assert [await third.cached(salt, prompt) for salt in TENANTS[:2]] == [0, 0]
+            told.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        asyncio.run(run(patch))
 
 
 @pytest.mark.extended
@@ -183,7 +226,6 @@ def test_encrypted(folder: Callable[[str], Path], tmp_path: Path) -> None:
             await first.engine.clear_cache()
             assert _pinned(store).keys() == {PUBLIC.digest}
         with closing(Server(folder("llama"), store, keys)) as second:
-            await second.engine.prefixes.refresh(PUBLIC.tenant)
             assert await second.cached(TENANTS[2], marked + private(7)) == len(marked) // BLOCK * BLOCK
             assert second.engine.offload is not None
             assert second.engine.offload.status().loaded == len(marked) // BLOCK, "it was not recomputed"

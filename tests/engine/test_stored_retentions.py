@@ -133,16 +133,6 @@ def test_what_ends_is_unpinned(engine: Make, tmp_path: Path) -> None:
         assert llm.offload.store.records("retained/", deadline=time.monotonic() + 60) == []
 
 
-def test_an_expiry_while_nothing_runs(engine: Make, tmp_path: Path) -> None:
-    """A pin that expired while no process ran is removed by the next one."""
-    with engine("llama", store=disk(tmp_path)) as llm:
-        llm.retain(prompt(80, 1), 0.3)
-        assert pinned(llm) > 0
-    time.sleep(0.5)
-    with engine("llama", store=disk(tmp_path)) as llm:
-        wait_until(lambda: pinned(llm) == 0, "what expired to be unpinned")
-
-
 class Hours:
     """The clock of retentions, which the test moves on; replaces the module `time`. The time of day is wrong."""
 
@@ -154,6 +144,19 @@ class Hours:
 
     def time(self) -> float:
         return time.time() - 86_400.0 + 3 * self.passed
+
+
+def test_an_expiry_while_nothing_runs(engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin that expired while no process ran is removed by the next one."""
+    hours = Hours()
+    monkeypatch.setattr(lease_follower, "time", hours)
+    monkeypatch.setattr(shared_records, "time", hours)
+    with engine("llama", store=disk(tmp_path)) as llm:
+        llm.retain(prompt(80, 1), 6000.0)
+        assert pinned(llm) > 0
+    hours.passed += 7000.0
+    with engine("llama", store=disk(tmp_path)) as llm:
+        wait_until(lambda: pinned(llm) == 0, "what expired to be unpinned")
 
 
 def test_instances_share_retentions(

@@ -113,7 +113,7 @@ def test_positions_of_hits_on_the_device(name: str, tmp_path: Path) -> None:
     try:
         found = [server.ask(asked[0])]
         server.call("idle")
-        time.sleep(1)  # the write queue gathers blocks for a moment
+        assert server.call("write")["written"]
         assert lose_all_but_full_attention(tmp_path) > 0
         found.append(server.ask(asked[1]))
         server.call("idle")

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from test_vllm_late_saves import Gated
-from test_vllm_sleep import BLOCK, ROOT, FakeWorker, vllm  # noqa: F401 - a fixture
+from test_vllm_sleep import BLOCK, LAYOUT, ROOT, FakeWorker, vllm  # noqa: F401 - a fixture
 
 from foreword.blocks.keys import chain_keys
+from foreword.blocks.layout import block_names
+from foreword.conformance import soon
+from foreword.offload.search import StoredGroup
 
 COUNT = 12
 
@@ -36,9 +39,11 @@ def step(worker: FakeWorker, **told: Any) -> set[str]:
     return worker.connector.take_sent(())
 
 
-def computed(worker: FakeWorker) -> Any:
-    keys = tuple(chain_keys(ROOT, [5] * BLOCK * COUNT, BLOCK))
-    return worker._messages.BlockSave(0, ROOT, keys, ROOT, 0, tuple(range(COUNT)), request_id="big")
+CHAIN = tuple(chain_keys(ROOT, [5] * BLOCK * COUNT, BLOCK))
+
+
+def computed(worker: FakeWorker, request_id: str = "big") -> Any:
+    return worker._messages.BlockSave(0, ROOT, CHAIN, ROOT, 0, tuple(range(COUNT)), request_id=request_id)
 
 
 def test_blocks_are_kept_until_they_are_saved(worker: FakeWorker) -> None:
@@ -88,3 +93,30 @@ def test_sleep_and_giving_up(worker: FakeWorker, end: str) -> None:
     step(worker, saves=[computed(worker)], tokens=COUNT * BLOCK)
     getattr(worker.connector, end)()
     assert not worker.connector.is_late("big")
+
+
+@pytest.mark.parametrize("case", ["ended", "runs", "computed again", "left behind"])
+def test_a_session_ends_while_saves_of_it_wait(worker: FakeWorker, vllm: Callable[[str], Any], case: str) -> None:  # noqa: F811
+    """Blocks of an ended session go from the stores, also those that its last request had computed before and that waited for
+    room: their saves do not cancel the deletion. Saves of requests that still run, and of those that compute the blocks
+    again, do; and blocks that are only left behind are saved."""
+    retired = vllm("vllm_extras.step_parts").RetiredBlocks
+    worker.connector._info.stored_groups = lambda: (
+        StoredGroup(worker.connector._info.groups[0].group, (LAYOUT.fingerprint,)),
+    )
+    shared, tier = COUNT // 3, worker.offload.store.tiers[0]
+    ended = retired((b"t" * 8).hex(), ROOT, CHAIN[shared:], case != "left behind")
+    step(worker, saves=[computed(worker)], tokens=COUNT * BLOCK)
+    queued = worker.offload.queued
+    assert shared < queued < COUNT
+    sent = step(worker, finished=[] if case == "runs" else ["big"], retired=[ended])
+    if case == "computed again":
+        step(worker, saves=[computed(worker, "new")], tokens=COUNT * BLOCK)
+    tier.store.gate.set()
+    while worker.connector.is_late("big") or worker.connector.is_late("new"):
+        worker.connector.wait()
+    assert worker.offload.flush(60.0)
+    there = tier.store.present(block_names(LAYOUT.fingerprint, ROOT, CHAIN), deadline=soon())
+    gone = {"ended": range(shared, COUNT), "runs": range(shared, queued)}.get(case, range(0))
+    assert there == [number not in gone for number in range(COUNT)]
+    assert not worker.offload.status().dropped and sent | step(worker) == (set() if case == "runs" else {"big"})

@@ -37,7 +37,10 @@ class Operated:
             "kv_connector": "ForewordConnector",
             "kv_connector_module_path": "foreword.integrations.vllm",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": [f"disk://{self.disk}/kv?size=1GiB", redis.url, archive]},
+            "kv_connector_extra_config": {
+                "store": [f"disk://{self.disk}/kv?size=1GiB", redis.url, archive],
+                "lookup_timeout": 2.0,  # so that Redis is not late because the machine is busy
+            },
         }
         packages = folder / "packages"
         packages.mkdir()

@@ -20,8 +20,9 @@ import openai
 import pytest
 import torch
 import transformers
+from ports import free_port
 from vllm_process import needs_vllm
-from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
+from vllm_server import BLOCK, VllmServer, make_byte_model
 from vllm_waits import WITHIN
 
 from foreword.blocks.salt import Salt

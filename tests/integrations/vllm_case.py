@@ -89,7 +89,14 @@ def worker_of(llm: Any) -> Any:
 def wait_for_files(folder: str, count: int) -> None:
     """Until workers in other processes have written as many blocks."""
     deadline = time.monotonic() + WITHIN
-    while sum(path.is_file() and path.read_bytes()[-192:-188] == b"FWKV" for path in Path(folder).rglob("*")) < count:
+
+    def is_block(path: Path) -> bool:
+        try:
+            return path.is_file() and path.read_bytes()[-192:-188] == b"FWKV"
+        except OSError:  # it had another name until it was whole
+            return False
+
+    while sum(map(is_block, Path(folder).rglob("*"))) < count:
         assert time.monotonic() < deadline, "blocks were not written"
         time.sleep(0.05)
 

@@ -58,7 +58,12 @@ def main() -> None:
             "ec_connector": "ForewordECConnector",
             "ec_connector_module_path": "foreword.integrations.vllm",
             "ec_role": "ec_both",
-            "ec_connector_extra_config": {"store": job["encoder_store"], "lookup_timeout": WITHIN},
+            "ec_connector_extra_config": {
+                "store": job["encoder_store"],
+                "lookup_timeout": WITHIN,
+                "load_timeout": WITHIN,
+                "flush_seconds": WITHIN,
+            },
         }
     llm = make_llm({**job, "llm": given})
     encoders: list[Encoder] = []

@@ -105,6 +105,10 @@ class Served:
             assert self.worker.offload.flush(WITHIN)
         return {"forgotten": self.llm.reset_prefix_cache()}
 
+    def write(self) -> dict[str, Any]:
+        """Wait until everything is written."""
+        return {"written": self.worker.offload.flush(WITHIN)}
+
     def forget_written(self, folder: str, count: int) -> dict[str, Any]:
         """Resets the prefix cache when workers in other processes have written as many blocks into a folder."""
         wait_for_files(folder, count)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import urllib.request
 from pathlib import Path
@@ -14,6 +13,7 @@ import tokenizers
 import torch
 import transformers
 import vllm_process
+from ports import free_port
 from vllm_waits import WITHIN
 
 from foreword.referee.process import Forked
@@ -44,11 +44,6 @@ def make_byte_model(folder: Path) -> Path:
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
     return folder
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 class VllmServer:

@@ -658,9 +658,9 @@ def test_a_session_stays_with_its_weights(named: bool) -> None:
 
 
 @pytest.mark.parametrize(("replicas", "prompts", "own"), [(4, 200, 0), (4, 200, 20), (8, 400, 0), (2, 60, 40)])
-def test_a_burst_is_computed_once(replicas: int, prompts: int, own: int) -> None:
-    """Prompts that wait for a prefix that is being computed do not fill a replica's queue, so no other computes it again. One
-    that different prompts begin with is wanted everywhere, and computed once by each replica."""
+def test_a_burst_is_computed_once_by_each_replica(replicas: int, prompts: int, own: int) -> None:
+    """Prompts that wait for a prefix that is being computed do not fill a replica's queue, and it is not computed again there.
+    It is wanted everywhere, since all of them will decode, whether they are equal or only begin alike."""
     fleet = fleet_of(*(f"r{number}" for number in range(replicas)), max_queued=32)
     shared = text(1, 4000)
     for number in range(prompts):
@@ -669,8 +669,29 @@ def test_a_burst_is_computed_once(replicas: int, prompts: int, own: int) -> None
         fleet.sent(str(number), asked, decision, 0.0)
     states = fleet.replicas.values()
     computed = sum(one.load.queued(0.0, COSTS).tokens for one in states) - prompts * own
-    assert len(shared) <= computed < (replicas + 1 if own else 1) * len(shared) + prompts * BLOCK
-    assert sum(len(one.load.waiting) for one in states) == prompts
+    assert len(shared) <= computed < (replicas + 1) * len(shared) + prompts * BLOCK
+    waiting = [len(one.load.waiting) for one in states]
+    assert sum(waiting) == prompts and max(waiting) < 2 * min(waiting)
+
+
+@pytest.mark.parametrize("size", [BLOCK, 2 * BLOCK])
+def test_a_prompt_without_an_answer_has_no_next_turn(size: int) -> None:
+    """Prompts that begin as one that still waits for its first token do not continue it: they have no home until then, also
+    where the replica has other blocks than the query. A named session keeps its own."""
+    fleet, wide = fleet_of("a", "b", block_size=size), Scope(b"model", 2 * BLOCK).root()
+    first, longer = (
+        replace(query(tokens), other_keys={("", 2 * BLOCK): chain_keys(wide, tokens, 2 * BLOCK)})
+        for tokens in (text(1, 800), text(1, 800) + text(2, 200))
+    )
+    decision = fleet.place(first, 0.0)
+    fleet.sent("1", first, decision, 0.0)
+    for asked in (first, longer):
+        assert fleet.place(asked, 0.5).home is None
+    fleet.sessions.record("s", (), str(decision.replica), 0.5)
+    assert fleet.place(replace(first, session="s"), 0.5).home == decision.replica
+    fleet.first_token("1", 0.8)
+    for asked in (first, longer):
+        assert fleet.place(asked, 1.0).home == decision.replica
 
 
 def test_equal_prompts_take_no_more_of_a_replica_than_others() -> None:

@@ -7,6 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from ports import free_port
+
 _spec = importlib.util.spec_from_file_location(
     "envoy_process", Path(__file__).parents[2] / "benchmarks" / "router" / "envoy_process.py"
 )
@@ -15,5 +17,6 @@ _module = importlib.util.module_from_spec(_spec)
 sys.modules["envoy_process"] = _module
 _spec.loader.exec_module(_module)
 
+_module.free_port = free_port
 Envoy = partial(_module.Envoy, patient=True)
-envoy_program, free_port = _module.envoy_program, _module.free_port
+envoy_program = _module.envoy_program

@@ -37,9 +37,9 @@ import http_client
 import psutil
 from fault_campaign import print_campaign, scratch_folder
 from fuzz_requests import FuzzRequest, fuzz_request
+from ports import free_port
 from router_parts import RouterProcess
 from server_process import ServerProcess
-from servers import free_port
 from shared_server import until
 
 from foreword.router_extras.gateway import envoy_messages as envoy

@@ -32,7 +32,8 @@ from router_parts import Loop, Relay, RouterProcess, Scissors
 from server_process import ServerProcess
 from shared_server import until
 
-sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+for _folder in ("integrations", "store"):
+    sys.path.append(str(Path(__file__).parents[1] / _folder))
 
 TENANTS, SERVERS, CLIENTS = 20, 3, 8
 LEAVES, BREAKS, MIGRATES = 0.10, 0.05, 0.02

@@ -33,9 +33,9 @@ if __name__ == "__main__":
 
 import grpc.aio
 from mixed_requests import MODEL, TENANTS, MixedRequest, key_of, mixed_request, unstored
+from ports import free_port
 from router_parts import RouterProcess
 from server_process import ServerProcess
-from servers import free_port
 from shared_server import until
 
 from foreword.router_extras.gateway import envoy_messages as envoy

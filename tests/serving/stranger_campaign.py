@@ -43,9 +43,9 @@ import msgspec
 import psutil
 import zmq
 from fault_campaign import print_campaign, scratch_folder
+from ports import free_port
 from router_parts import RouterProcess
 from server_process import ServerProcess
-from servers import free_port
 from shared_server import until
 from stranger_messages import (
     Maker,

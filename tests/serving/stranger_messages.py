@@ -259,10 +259,95 @@ def grpc(paths: Sequence[str]) -> Maker:
     return make
 
 
+def _block(stream: int, block: bytes, flags: int = 0, part: int = 16_000) -> Pieces:
+    """Headers of a stream, in as many frames as they need."""
+    parts = [block[at : at + part] for at in range(0, len(block), part)] or [b""]
+    kinds = [1] + [9] * (len(parts) - 1)
+    ends = [0] * (len(parts) - 1) + [4]
+    return [
+        h2_frame(kind, flags * (kind == 1) | end, stream, one)
+        for kind, end, one in zip(kinds, ends, parts, strict=True)
+    ]
+
+
+def _tables(draw: random.Random, process: bytes) -> Pieces:
+    """Headers for a decoder: an entry that is named all over, sizes of its table, endless numbers, texts that are none, and
+    entries that push each other out."""
+    entry = b"\x40\x01x\x7f" + bytes([3900 - 127 & 127 | 128, 3900 - 127 >> 7]) + bytes(3900)
+    size = b"\x3f" + b"\xff" * draw.choice((1, 4, 20)) + b"\x01"
+    block = draw.choice(
+        (
+            process + entry + b"\xbe" * draw.choice((20, 10_000, 60_000)),
+            size + process,
+            b"\x20\x3f\xe1\x1f" * draw.choice((1, 3000)) + process,
+            process + b"\xff" * draw.choice((2, 30, 10_000)),
+            process + b"\0" + bytes([0x80 | 100]) + draw.randbytes(100) + b"\x01a",
+            process + b"".join(b"\x40\x20" + draw.randbytes(32) + b"\x01a" for _ in range(500)),
+        )
+    )
+    return [piece for one in range(draw.choice((1, 50))) for piece in _block(2 * one + 1, block)]
+
+
+def _trailers(draw: random.Random, process: bytes) -> Pieces:
+    """Headers behind a message that are as large as may be, larger, or come again and again."""
+    size = draw.choice((100, 60_000, 70_000, 300_000))
+    trailers = b"".join(_literal(b"x-%d" % one, bytes(1000)) for one in range(size // 1000))
+    opened = [h2_frame(1, 4, 1, process), h2_frame(0, 0, 1, struct.pack(">BI", 0, 5) + b"12345")]
+    return [*opened, *_block(1, trailers, draw.choice((0, 1))) * draw.choice((1, 30))]
+
+
+def _half_open(draw: random.Random, process: bytes) -> Pieces:
+    """Calls without an end: some bytes of a message each, or none."""
+    part = draw.choice((b"", b"\0", struct.pack(">BI", 0, 1 << 20) + bytes(draw.choice((0, 1, 5000)))))
+    streams = [2 * one + 1 for one in range(draw.choice((1, 90, 300)))]
+    return [h2_frame(1, 4, one, process) + (h2_frame(0, 0, one, part) if part else b"") for one in streams]
+
+
+def _windows(draw: random.Random, process: bytes) -> Pieces:
+    """Windows that grow beyond all bounds, or by nothing, shrink below nothing, and data beyond them."""
+    most, opened = struct.pack(">I", 0x7FFFFFFF), h2_frame(1, 4, 1, process)
+    sizes = [struct.pack(">HI", 4, draw.choice((0, 1, 65_535, 0x7FFFFFFF, 1 << 31))) for _ in range(200)]
+    return [
+        opened,
+        *draw.choice(
+            (
+                [h2_frame(8, 0, 1, most)],
+                [h2_frame(4, 0, 0, struct.pack(">HI", 4, 0x7FFFFFFF)), h2_frame(8, 0, 1, struct.pack(">I", 1))],
+                [h2_frame(8, 0, draw.choice((0, 1, 7)), bytes(4))],
+                [h2_frame(8, 0, 1, struct.pack(">I", 1))] * 3000,
+                [h2_frame(4, 0, 0, one) for one in sizes],
+                [h2_frame(4, 0, 0, struct.pack(">HI", 5, draw.choice((0, 16_383, 1 << 24)))) for _ in range(3)],
+                [h2_frame(0, 0, 1, struct.pack(">BI", 0, 64 << 20) + bytes(16_000))] * 80,
+            )
+        ),
+    ]
+
+
+def _nothings(draw: random.Random, process: bytes) -> Pieces:
+    """Thousands of frames that say nothing: without bytes, of padding only, with a byte of a body each, with priorities."""
+    opened = h2_frame(1, 4, 1, process)
+    return draw.choice(
+        (
+            [h2_frame(1, 0, 1, process), h2_frame(9, 0, 1, b"") * 3000],
+            [opened, h2_frame(0, 0, 1, b"") * 3000],
+            [opened, h2_frame(0, 8, 1, b"\xc8" + bytes(200)) * 1000],
+            [opened, h2_frame(0, 0, 1, struct.pack(">BI", 0, 9000)), h2_frame(0, 0, 1, b"x") * 3000],
+            [opened, h2_frame(0, 0, 1, struct.pack(">BI", 0, 0)) * 3000],
+            [opened, h2_frame(2, 0, 1, bytes(5)) * 3000],
+            [opened, h2_frame(10, 0, 1, bytes(100)) * 500],
+        )
+    )
+
+
+_ABUSES = (_tables, _trailers, _half_open, _windows, _nothings)
+
+
 def grpc_huge(draw: random.Random) -> Pieces:
-    """Frames of HTTP/2 of greatest length, in floods, and messages of up to 4 GiB."""
+    """Frames of HTTP/2 of greatest length, in floods, messages of up to 4 GiB, and abuses of tables, trailers and windows."""
     begin = _PREFACE + h2_frame(4, 0, 0, b"")
     process = call_head(_METHODS_OF_GRPC[0])
+    if draw.random() < 0.5:
+        return [begin, *draw.choice(_ABUSES)(draw, process)]
     kind = draw.randrange(9)
     if kind == 0:
         return [

@@ -30,7 +30,8 @@ from router_parts import Loop, Relay, RouterProcess, Scissors
 from server_process import ServerProcess
 from shared_server import until
 
-sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+for _folder in ("integrations", "store"):
+    sys.path.append(str(Path(__file__).parents[1] / _folder))
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "def area(radius): return"}]

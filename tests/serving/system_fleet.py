@@ -15,9 +15,10 @@ from pathlib import Path
 import http_client
 import httpx
 import psutil
+from ports import free_port
 from router_parts import Loop, Relay, RouterProcess
 from server_process import ServerProcess
-from servers import RedisServer, free_port
+from servers import RedisServer
 from shared_server import until
 
 import foreword

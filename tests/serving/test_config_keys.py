@@ -13,7 +13,7 @@ from pathlib import Path
 import http_client
 import pytest
 from config_reads import __file__ as PROGRAM
-from envoy_gateway import free_port
+from ports import free_port
 from router_parts import QUICK, RunningRouter
 from server_process import CommandProcess, ServerProcess
 from shared_server import SharedServers

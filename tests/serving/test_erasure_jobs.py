@@ -16,10 +16,11 @@ import httpx
 import msgspec
 import pytest
 from aiohttp import web
+from ports import free_port
 from router_parts import Loop, RouterProcess, RouterThread
 from scripted_replica import ScriptedReplica
 from server_process import ControlledProcess, ServerProcess, slow
-from servers import RedisServer, free_port
+from servers import RedisServer
 from shared_server import until
 from test_store import TEXT, Start, cached, metric, post
 
@@ -173,11 +174,10 @@ def test_receipts_at_any_worker() -> None:
 def test_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that does not answer in time is named in the receipt, which has those of the others, and is asked again until
     it answers; one that has answered is not."""
-    monkeypatch.setattr(fleet_erasures, "_ANSWER_SECONDS", 1.0)
-    monkeypatch.setattr(fleet_erasures, "_DOWN_SECONDS", 1.0)
     monkeypatch.setattr(fleet_erasures, "_PAUSE", 0.1)
     loop = Loop()
     slow_, quick = Eraser(loop, hangs=True), Eraser(loop, hangs=False)
+    monkeypatch.setattr(fleet_erasures, "_seconds", lambda one: 1.0 if one.url == slow_.url else 60.0)
     router = RouterThread("--replica", slow_.url, "--replica", quick.url).wait_for(2)
     try:
         status, receipt = erase(router.url)

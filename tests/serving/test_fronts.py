@@ -15,8 +15,8 @@ from typing import Any
 import conversations
 import http_client
 import pytest
-from envoy_gateway import free_port
 from otlp_receiver import otlp_receiver
+from ports import free_port
 from router_parts import RouterThread
 from shared_server import ROUTER_KEY, SharedServers, another_server, until
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import http_client
 import httpx
 import pytest
-from envoy_gateway import Envoy, envoy_program, free_port
+from envoy_gateway import Envoy, envoy_program
+from ports import free_port
 from router_parts import RouterProcess
 from test_router_deaths import Mortals
 

@@ -15,7 +15,8 @@ from typing import Any
 import http_client
 import httpx
 import pytest
-from envoy_gateway import Envoy, envoy_program, free_port
+from envoy_gateway import Envoy, envoy_program
+from ports import free_port
 from router_parts import RouterProcess
 from server_process import ControlledProcess, ServerProcess, slow
 from shared_server import until, words

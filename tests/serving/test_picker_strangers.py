@@ -8,9 +8,11 @@ import logging
 import socket
 from collections.abc import Iterator
 from queue import SimpleQueue
+from random import Random
 from typing import Any
 
 import pytest
+import stranger_messages
 from hostile_replica import HostileReplica
 from router_parts import ANY_PORT, Loop, RouterThread
 from stranger_messages import call_head, grpc_call, h2_frame
@@ -143,6 +145,26 @@ def test_what_is_malformed_is_no_traceback(port: int, caplog: pytest.LogCaptureF
                 stranger.sendall(grpc_call(METHOD.encode())[0] + head + h2_frame(0, 1, 1, message))
                 assert _received(stranger, b"grpc-status")
         assert "x-gateway-destination-endpoint" in GatewayCall(port).end()
+    assert not [one for one in caplog.records if one.exc_info]
+
+
+@pytest.mark.parametrize("abuse", [one.__name__.strip("_") for one in stranger_messages._ABUSES])
+def test_abuses_of_http2(port: int, abuse: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Connections whose headers abuse the decoder's table, whose trailers, windows or calls have no end, and those that send
+    frames of nothing, stay open or end alone: gateways are answered meanwhile, and the log has no traceback."""
+    make, draw = getattr(stranger_messages, f"_{abuse}"), Random(abuse)
+    with caplog.at_level(logging.INFO), contextlib.ExitStack() as stack:
+        under_way = GatewayCall(port)
+        for number in range(40):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+            stranger.setblocking(False)
+            data = memoryview(b"".join([grpc_call(METHOD.encode())[0], *make(draw, call_head(METHOD.encode()))]))
+            with contextlib.suppress(OSError):  # it is not read any more, or has ended
+                while data:
+                    data = data[stranger.send(data) :]
+            if number % 10 == 9:
+                assert "x-gateway-destination-endpoint" in GatewayCall(port).end()
+        assert "x-gateway-destination-endpoint" in under_way.end()
     assert not [one for one in caplog.records if one.exc_info]
 
 

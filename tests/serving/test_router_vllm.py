@@ -15,11 +15,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from ports import free_port
 from router_parts import Loop, Relay, RouterProcess, Scissors
 from safetensors.torch import load_file, save_file
 from shared_server import until, words
 from vllm_process import needs_vllm
-from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
+from vllm_server import BLOCK, VllmServer, make_byte_model
 from vllm_waits import WITHIN
 
 from foreword.api.rights import Tenants

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from servers import free_port
+from ports import free_port
 from shared_server import until
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from envoy_gateway import Envoy, envoy_program, free_port
+from envoy_gateway import Envoy, envoy_program
+from ports import free_port
 from router_parts import RouterProcess
 from shared_server import until
 from vllm_process import needs_vllm

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import redis
+from ports import free_port
 
 PATIENCE = 60.0
 
@@ -28,13 +29,6 @@ def redis_binary() -> str:
         if found:
             return found
     pytest.skip("no redis-server: apt-get install -y redis-server")
-
-
-def free_port() -> int:
-    """A port that is not in use."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(what: Callable[[], bool], name: str) -> None:

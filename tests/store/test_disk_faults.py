@@ -983,9 +983,9 @@ def test_reads_need_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with closing(DiskStore(tmp_path, 1 << 20)) as store, closing(DiskStore(tmp_path, 1 << 20)) as other:
         for one in (store, other):
             assert one.status().notes["scanning"] == 1
-            assert one.lookup(names, deadline=soon(1)) == 40 and all(one.present(names, deadline=soon(1)))
+            assert one.lookup(names, deadline=soon(20)) == 40 and all(one.present(names, deadline=soon(20)))
             assert read(one, frames) == whole(frames)
-            assert one.put(frames, deadline=soon(1)) == 40, "they are present"
+            assert one.put(frames, deadline=soon(20)) == 40, "they are present"
             assert len(list(one.scan(deadline=soon()))) == 40
         assert store.delete(names[39:], deadline=soon()) == 1
         assert other.lookup(names, deadline=soon()) == 39

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
@@ -390,6 +391,46 @@ def test_a_slow_store_is_waited_for_while_it_goes_on(stack: ExitStack) -> None:
     store, mine, _ = filled(stack, slow)
     receipt = forget_tenant(store, ANN)
     assert receipt.complete and receipt.removed == {"memory": COUNT} and not any(present(slow, mine))
+
+
+class BusyDevice(FlakyStore):
+    """A store whose device writes what was deleted when it is told so."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.begun = self.ended = 0
+        self.go_on = threading.Event()
+
+    def sync_deletions(
+        self, prefixes: Sequence[tuple[bytes, bytes]], *, records: bool = False, deadline: float
+    ) -> Iterator[None]:
+        self.begun += 1
+        assert self.go_on.wait(60)
+        self.ended += 1
+        yield from super().sync_deletions(prefixes, records=records, deadline=deadline)
+
+
+def test_a_device_that_is_busy_for_long(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An erasure whose deletions are not on the device after a minute is open, and says why and what to do. It is repeated, and
+    then waits as long as the device needs: it is complete when the device has them, and not before."""
+    monkeypatch.setattr("foreword.prefixes.tier_erasure.STEP_SECONDS", 0.05)
+    monkeypatch.setattr("foreword.prefixes.open_erasures.SYNC_WITHIN", 0.1)
+    busy = BusyDevice(MemoryStore(1 << 20))
+    store, _, theirs = filled(stack, busy)
+    erasures = OpenErasures(store, _nothing_queued, pause=0.01)
+    stack.callback(erasures.close)
+    name, receipt = erasures.erase([ANN])
+    assert not receipt.complete and [one.outcome for one in receipt.open] == [PlaceOutcome.UNREACHABLE]
+    assert (
+        "has not written what was deleted within" in receipt.open[0].reason and "repeats it" in receipt.open[0].reason
+    )
+    wait_until(lambda: busy.begun == 2, "the repetition")
+    time.sleep(0.5)  # more than the first one has waited
+    known = erasures.get(name)
+    assert known is not None and not known.receipt.complete and busy.begun == 2
+    busy.go_on.set()
+    wait_until(lambda: known.receipt.complete, "the end")
+    assert busy.ended >= 1 and present(store, theirs)
 
 
 @pytest.mark.parametrize("seed", represented(range(2), 0))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -320,10 +321,26 @@ def test_the_one_tenant_that_can_be_evicted(tmp_path: Path, piece: int) -> None:
         assert [sum(present(store, chain)) for chain in chains] == [2 * (number != 7) for number in range(100)]
 
 
-def test_idle_tenants_are_counted_again_behind_an_earlier_time() -> None:
-    """Idle tenants are counted once a minute, and at once where the time is before the last count: an index that takes the
-    place of a broken one may begin its clock earlier, and shares of tenants would be wrong until that has caught up."""
-    fair = FairShare(100)
-    assert fair.among(10, 1e6, lambda since: 5) == 20
-    assert fair.among(10, 1e6 + 59, lambda since: 0) == 20
-    assert fair.among(10, 9e5, lambda since: 0) == 10
+def test_when_idle_tenants_are_counted() -> None:
+    """Idle tenants are counted when one more is idle, once a minute, and at once where the time is before the last count: an
+    index that takes the place of a broken one may begin its clock earlier. Between that, those that are used again, or go, are
+    not idle any more; others are not counted less."""
+    fair, hour, counts = FairShare(100), 3600.0, list[float]()
+
+    def idle(count: int, used_at: float) -> Callable[[float], tuple[int, float]]:
+        def counted(since: float) -> tuple[int, float]:
+            counts.append(since)
+            return count, used_at
+
+        return counted
+
+    assert fair.among(10, 1e6, idle(5, math.inf)) == 20
+    assert fair.among(10, 1e6 + 59, idle(0, math.inf)) == 20
+    assert fair.among(10, 1e6 + 60, idle(0, 1e6 + 70 - hour)) == 10
+    assert fair.among(10, 1e6 + 69, idle(6, math.inf)) == 10
+    assert fair.among(10, 1e6 + 70, idle(6, math.inf)) == 25
+    fair.note_end(1e6 + 70 - hour)
+    fair.note_end(1e6 + 71 - hour)
+    assert fair.among(10, 1e6 + 71, idle(0, math.inf)) == 20
+    assert fair.among(10, 9e5, idle(0, math.inf)) == 10
+    assert counts == [1e6 - hour, 1e6 + 60 - hour, 1e6 + 70 - hour, 9e5 - hour]

@@ -22,8 +22,9 @@ import obstore
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_port
 from processes import in_child
-from servers import CountingProxy, HttpServer, S3Server, ScriptedServer, free_port, wait_until
+from servers import CountingProxy, HttpServer, S3Server, ScriptedServer, wait_until
 
 from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable

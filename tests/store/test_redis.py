@@ -19,8 +19,9 @@ import pytest
 from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ports import free_port
 from processes import in_child
-from servers import RedisCluster, RedisServer, ScriptedServer, Sentinel, free_port, wait_until
+from servers import RedisCluster, RedisServer, ScriptedServer, Sentinel, wait_until
 
 from foreword.conformance import Damage, StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 from foreword.conformance.frames import LAYOUT, ROOT
@@ -35,7 +36,7 @@ from foreword.errors import (
 )
 from foreword.store.base import BAD, FAILED, MISSING
 from foreword.store.frame import Frame, check, frame
-from foreword.store.redis import redis_store
+from foreword.store.redis import redis_store, resp
 from foreword.store.redis.redis_store import RedisStore
 
 MiB = 1 << 20
@@ -648,6 +649,51 @@ def test_an_announced_length_allocates_nothing(announced: int):
         with pytest.raises(StoreUnavailable):
             store.get_record("key", deadline=soon())
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+        store.close()
+        liar.close()
+
+
+def test_records_are_listed_up_to_a_limit(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More records than are listed, which may be of others, are an error that says how many there are and what to do: a list of
+    some would look as if others had been deleted. The server is not asked for their keys."""
+    monkeypatch.setattr(redis_store, "_MOST_RECORDS", 3)
+    for number in range(3):
+        store.put_record(f"kind/{number}", b"data", deadline=soon())
+    assert store.records("", deadline=soon()) == [f"kind/{number}" for number in range(3)]
+    store.put_record("kind/3", b"data", deadline=soon())
+    asked = list[bytes]()
+
+    def noted(*parts: bytes) -> resp.Command:
+        asked.append(parts[1])
+        return resp.make_command(*parts)
+
+    monkeypatch.setattr(redis_store, "make_command", noted)
+    with pytest.raises(StoreUnavailable, match="has 4 records, and 3 are listed at most"):
+        store.records("kind/", deadline=soon())
+    assert asked == [b"HLEN"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(b"*1000\r\n" + (b"$100000\r\n" + bytes(100_000) + b"\r\n") * 30, id="values"),
+        pytest.param(b"*1000000\r\n" + b":1\r\n" * 100_000, id="numbers"),
+        pytest.param((b"*1000\r\n" + b"*0\r\n" * 1000) * 100, id="arrays"),
+        pytest.param(b"*1000\r\n" + (b"*1000\r\n" + b"*0\r\n" * 1000) * 100, id="nested"),
+    ],
+)
+def test_a_reply_of_many_values_is_bounded(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An array takes no more memory than one reply may, whatever it is made of: the rest is not read."""
+    monkeypatch.setattr(resp, "_LARGEST_REPLY", 1 << 20)
+    liar = ScriptedServer([b":1\r\n", answer])
+    store = RedisStore(liar.url)
+    tracemalloc.start()
+    try:
+        with pytest.raises(StoreUnavailable):
+            store.records("", deadline=soon())
+        assert tracemalloc.get_traced_memory()[1] < 3 << 20
     finally:
         tracemalloc.stop()
         store.close()

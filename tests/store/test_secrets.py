@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from servers import RedisServer, ScriptedServer, free_port
+from ports import free_port
+from servers import RedisServer, ScriptedServer
 
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.server.job import Caller

@@ -111,6 +111,44 @@ def test_an_idle_tenant_has_no_share(opened: Callable[[str], Store], monkeypatch
     assert all(present(store, small)) and blocks_of(store, ROOTS[2]) == 24
 
 
+def test_a_tenant_that_becomes_idle(opened: Callable[[str], Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shares of the others grow in the moment in which a tenant becomes idle, also if its blocks are pinned and stay, and
+    however short the time since the last eviction is."""
+    store, real = opened(""), time.monotonic
+    idle, small, large = (
+        make_frames(50 + number, count, SMALL_PAYLOAD, root=ROOTS[number]) for number, count in enumerate((6, 16, 18))
+    )
+    for chain in (idle, small, large):
+        put_all(store, chain)
+    assert store.pin(names_of(idle), deadline=soon()) == 6
+    for seconds, oldest in ((3560.0, large), (3605.0, small)):
+        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: real() + seconds)
+        read(store, small if oldest is large else [*large, *make_frames(60, 4, SMALL_PAYLOAD, root=ROOTS[2])])
+        put_all(store, make_frames(60 + int(seconds > 3600), 4, SMALL_PAYLOAD, root=ROOTS[2]))
+        # Before, a third is the share of each, and the tenant of `small` has more; its blocks were used later.
+        assert all(present(store, small)) and all(present(store, idle)) and blocks_of(store, ROOTS[2]) == 18
+
+
+def test_an_idle_tenant_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory, a tenant that was idle and uses the store again has a share at once, and so have the others less."""
+    store, real = open_store([f"memory://?size={40 * BLOCK}"]), time.monotonic
+    idle, small, large = (
+        make_frames(50 + number, count, SMALL_PAYLOAD, root=ROOTS[number]) for number, count in enumerate((6, 16, 18))
+    )
+    for chain in (idle, small, large):
+        put_all(store, chain)
+    assert store.pin(names_of(idle), deadline=soon()) == 6
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 3660.0)
+    for again in (small, large):
+        assert read(store, again) == whole(again)
+    put_all(store, make_frames(60, 4, SMALL_PAYLOAD, root=ROOTS[2]))
+    assert all(present(store, small)), "a half for each of two"
+    assert read(store, idle) == whole(idle)
+    put_all(store, make_frames(61, 4, SMALL_PAYLOAD, root=ROOTS[2]))
+    assert sum(present(store, small)) == 40 // 3 and all(present(store, idle)), "a third for each of three"
+    store.close()
+
+
 def test_wrong_quotas(opened: Callable[[str], Store]) -> None:
     """A quota has a size, and is not larger than the store."""
     for wrong in ("0", "150%", "many%", "1TiB"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from foreword.integrations.vllm.step_messages import BlockSave
@@ -68,6 +68,18 @@ class LateSaves:
             for request_id in request_ids:
                 self._dropped(sum(len(save.blocks) for save in self._waiting.pop(request_id, ())))
 
+    def retire(self, request_ids: Collection[str], keys: Collection[bytes]) -> None:
+        """Blocks with these keys are to be deleted: what waits of them is not saved, of requests that have ended. Requests that
+        run, and those that come, save theirs, and then they are not deleted."""
+        with self.lock:
+            for request_id in [one for one in self._waiting if one in request_ids]:
+                left = deque(rest for save in self._waiting[request_id] if (rest := _before(save, keys)).blocks)
+                if left:
+                    self._waiting[request_id] = left
+                else:
+                    del self._waiting[request_id]
+            self.lock.notify_all()
+
     def close(self, seconds: float) -> None:
         """Wait until nothing waits, so many seconds at most, and drop the rest."""
         with self.lock:
@@ -102,3 +114,10 @@ class LateSaves:
                     if not waiting:
                         del self._waiting[request_id]
                         self.lock.notify_all()
+
+
+def _before(save: BlockSave, keys: Collection[bytes]) -> BlockSave:
+    """The blocks of a save before the first with one of these keys."""
+    frames = len(save.keys) // len(save.blocks)
+    count = next((at for at, key in enumerate(save.keys) if key in keys), len(save.keys)) // frames
+    return replace(save, keys=save.keys[: count * frames], blocks=save.blocks[:count])

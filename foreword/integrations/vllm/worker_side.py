@@ -488,6 +488,9 @@ class ForewordConnectorWorker:
             named = [name for group, root, key in metadata.deletes for name in block_names(layouts[group], root, [key])]
             self.offload.delete([key for _, _, key in metadata.deletes], lambda: named)
         if metadata.retired:
+            # First: a save cancels the deletion of its blocks, and these have waited since before it was asked for.
+            if self._late is not None:
+                self._late.retire(self._finished, {key for one in metadata.retired if one.drop for key in one.keys})
             retire(self.offload, self._info, metadata.retired)
         if self._leases is not None:
             for lease in metadata.leases:

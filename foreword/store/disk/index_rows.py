@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import random
 import sqlite3
@@ -109,6 +110,9 @@ _NAMED_TENANTS: Final = f"{_TENANTS} (SELECT * FROM tenants WHERE {IN_LIST}) AS 
 # Tenants from an id on, and the first ones behind the last: ids are hashes, so these are as good as drawn.
 _DRAWN_TENANTS: Final = f"""{_TENANTS} (SELECT * FROM (SELECT * FROM tenants WHERE id >= ? ORDER BY id LIMIT ?)
     UNION ALL SELECT * FROM (SELECT * FROM tenants WHERE id < ? ORDER BY id LIMIT ?) LIMIT ?) AS some"""
+_IDLE_TENANTS: Final = (
+    "SELECT coalesce(sum(used_at <= ?1), 0), min(CASE WHEN used_at > ?1 THEN used_at END) FROM tenants"
+)
 # A leaf and the blocks above it without another child, none of which was used later, until so many bytes are found.
 _CHAIN: Final = f"""WITH RECURSIVE chain AS (SELECT * FROM
     (SELECT {_ROW}, ? - size AS more FROM blocks WHERE tenant = ? AND {_LEAF} ORDER BY used, depth DESC LIMIT 1)
@@ -525,9 +529,10 @@ class IndexTransaction:
             raise BrokenIndex("a row of the index has no valid name")
         return rows
 
-    def _idle_since(self, used_at: float) -> int:
-        """The number of tenants that were not used after a time."""
-        return int(self._execute("SELECT count(*) FROM tenants WHERE used_at <= ?", (used_at,)).fetchone()[0])
+    def _idle_since(self, used_at: float) -> tuple[int, float]:
+        """Count tenants for `FairShare.among`."""
+        count, active = self._execute(_IDLE_TENANTS, (used_at,)).fetchone()
+        return int(count), math.inf if active is None else float(active)
 
     def larger(self, tenants: Iterable[int], quota: int) -> list[int]:
         """The tenants among these that have more bytes than `quota`."""

@@ -55,6 +55,8 @@ from foreword.store.redis.resp import Command, ErrorReply, Reply, encode, error_
 # Names in the first round trip of a lookup; each further one has 8 times as many.
 _FIRST_BATCH: Final = 64
 _SCAN_BATCH: Final = 512
+# Their keys are a reply of some 10 to 60 MiB, which the server makes at once.
+_MOST_RECORDS: Final = 1 << 18
 _STATUS_AGE: Final = 1.0
 _STATUS_TIMEOUT: Final = 0.25
 _SPARE = re.compile(rb":[1-3]$")
@@ -239,6 +241,11 @@ class RedisStore(Store):
         return expect(self._call(b"HDEL", self._records, _record_key(key), deadline=deadline), int) > 0
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
+        # Not in steps: a cursor means nothing to a server that has taken the place of another one, and an erasure must see all.
+        count = expect(self._call(b"HLEN", self._records, deadline=deadline), int)
+        if count > _MOST_RECORDS:
+            what = f"the hash {self._records.decode()} has {count} records, and {_MOST_RECORDS} are listed at most"
+            raise StoreUnavailable(f"{what}: see which kind they are (HSCAN), and delete those that nothing needs")
         keys = _values(self._call(b"HKEYS", self._records, deadline=deadline))
         return sorted(key for key in (value.decode("ascii", "replace") for value in keys) if key.startswith(prefix))
 

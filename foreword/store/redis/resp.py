@@ -32,7 +32,10 @@ _PARTS: Final = 512  # buffers per sendmsg, below IOV_MAX
 _LARGEST_BLOCK: Final = 1 << 29  # bytes of a value that is read into a buffer or skipped, the limit of Redis itself
 _LARGEST: Final = RECORD_BYTES + (1 << 20)  # bytes of any other value: a record in its envelope, a report of the server
 _GROWTH: Final = 1 << 16  # at least this much of a value is allocated at once, otherwise what was received already
-_MAX_ELEMENTS: Final = 1 << 20  # of one array
+# Elements of one array, and bytes of one reply, in which each element counts for more than its own: it takes memory, too.
+_MAX_ELEMENTS: Final = 1 << 20
+_LARGEST_REPLY: Final = 1 << 27
+_ELEMENT_BYTES: Final = 48
 _MAX_DEPTH: Final = 4
 _TIME = struct.Struct("@ll")
 
@@ -119,7 +122,7 @@ class RespConnection:
         close: called by `close`.
     """
 
-    __slots__ = ("_close", "_end", "_received", "_sock", "_start", "_tls", "_view")
+    __slots__ = ("_close", "_end", "_left", "_received", "_sock", "_start", "_tls", "_view")
 
     def __init__(self, sock: socket.socket, close: Callable[[], None]) -> None:
         self._sock = sock
@@ -128,6 +131,7 @@ class RespConnection:
         self._received = bytearray(_RECEIVE_BYTES)
         self._view = memoryview(self._received)
         self._start = self._end = 0
+        self._left = 0  # bytes that the rest of a reply may take
         if not self._tls:
             sock.settimeout(
                 None
@@ -169,6 +173,7 @@ class RespConnection:
                     sent += 1
                 self._send(parts, deadline)
             command = commands[len(replies)]
+            self._left = _LARGEST_REPLY
             replies.append(self._read(deadline) if command.into is None else self._read_into(command.into, deadline))
             outstanding -= command.reply_bytes
         if self._start != self._end:
@@ -176,6 +181,7 @@ class RespConnection:
             raise StoreUnavailable("Redis sent more replies than there were commands")
 
     def _read(self, deadline: float, depth: int = 0) -> Reply:
+        self._take_up(_ELEMENT_BYTES)
         line = self._line(deadline)
         kind = line[:1]
         if kind == b":":
@@ -200,6 +206,7 @@ class RespConnection:
 
     def _value(self, length: int, deadline: float) -> bytes:
         """Receive a value. Its memory grows with what was received, not with what was announced."""
+        self._take_up(length)
         value = bytearray()
         while len(value) < length:
             part = bytearray(min(length - len(value), max(len(value), _GROWTH)))
@@ -207,6 +214,12 @@ class RespConnection:
             value += part
         self._end_value(deadline)
         return bytes(value)
+
+    def _take_up(self, size: int) -> None:
+        """Count bytes of a reply. Raises StoreUnavailable where they are too many."""
+        self._left -= size
+        if self._left < 0:
+            raise StoreUnavailable(f"Redis answers with more than {_LARGEST_REPLY >> 20} MiB at once")
 
     def _read_into(self, into: memoryview, deadline: float) -> int | ErrorReply | None:
         line = self._line(deadline)
