@@ -492,6 +492,19 @@ def test_slots_that_grow_later(direct: Make, caplog: pytest.LogCaptureFixture, l
     assert "larger than a piece of the ring" in engine.offload.direct_state and "staging arena" in caplog.text
 
 
+def test_slots_that_grow_are_whole_words(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the frame is for which a tier's slots grow: a device goes on, which reads and writes words."""
+    monkeypatch.setattr(foreword.offload.ring, "DeviceChecksums", DeviceChecksums)
+    engine = direct(memory=MemoryStore(64 * FRAME))
+    engine.store(7, 4)
+    odd = foreword.offload.direct_tier._made_up(BYTES + 133)
+    assert engine.memory.put([seal(odd, memoryview(bytearray(FRAME + 133)))], deadline=soon()) == 1
+    engine.store(8, 4)
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(8, range(4))) == 4 and engine.values(range(4)) == [8] * 4
+    assert engine.offload._direct.saved == 8  # type: ignore[union-attr]
+
+
 # Pieces of the ring, for blocks that take the other way
 
 

@@ -3,13 +3,14 @@
     python -m benchmarks.gpu.plan [--out results] [--disk FOLDER] [--steps engine,ttft-memory] [--all]      (make gpu)
     python -m benchmarks.gpu.plan --publish results/gpu-plan.json                                          (make gpu-page)
 
-It needs PyTorch with CUDA, Triton, Transformers and what `pip install '.[engine]'` installs. Where vLLM is installed, a step
-with vLLM itself follows, seven minutes more. `--all` adds the long steps: all kernels, tokens, a server, Transformers.
+It needs PyTorch with CUDA, Triton, Transformers and what `pip install '.[engine]'` installs, which it looks for before it
+starts anything: to a machine that reaches no registry, take along the wheels of what is missing there. Where vLLM is installed,
+a step with vLLM itself follows, seven minutes more. `--all` adds the long steps: all kernels, tokens, a server, Transformers.
 
 The table is in `gpu-plan.md` and `gpu-plan.json` of the output folder, and is written again with each row: a run that is killed
 keeps what it has found. Steps run in one process, which keeps the engine. A step that raises costs its own rows; a step that
 outlasts its time, or whose process dies, is cut off, and a new process runs the others. `gpu-plan.log` has all messages. Ends
-with status 2 where there is no GPU, and 1 if a step failed.
+with status 2 where there is no GPU, 3 where a package is missing, and 1 if a step failed.
 
 `--publish` runs nothing: it puts a table into docs/figures, from which `docs/generate.py` makes docs/benchmarks.md.
 
@@ -47,6 +48,9 @@ from benchmarks.harness import table
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ROOT / "docs" / "figures" / "65-gpu-plan.json"
 TOTAL = 480.0  # seconds, for all steps without vLLM and the long ones
+NEEDED = (
+    "torch", "numpy", "transformers", "tokenizers", "safetensors", "xxhash", "msgspec", "llguidance", "psutil", "jinja2",
+)  # fmt: skip
 _SOFT = 0.85  # the share of a step's time after which it begins nothing more
 
 
@@ -398,7 +402,7 @@ class Plan:
 
 
 def main() -> int:
-    """0 if all steps succeeded, 1 if one failed, 2 without a GPU."""
+    """0 if all steps succeeded, 1 if one failed, 2 without a GPU, 3 without a package."""
     parser = argparse.ArgumentParser(description="What a tier of KV is worth on a GPU.")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try this script")
@@ -422,6 +426,9 @@ def main() -> int:
         names = options.steps.split(",")
         if unknown := [name for name in names if name not in STEPS]:
             parser.error(f"unknown steps: {', '.join(unknown)}")
+    if missing := missing_packages():
+        print(f"Nothing was run: {sys.executable} has no {', '.join(missing)}, which most steps need.")
+        return 3
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     disk = options.disk or default_disk(options.out)
 
@@ -430,6 +437,11 @@ def main() -> int:
         return [sys.executable, "-m", "benchmarks.gpu.plan", *given, *(["--tiny"] if options.tiny else [])]
 
     return Plan(names, options.out, disk, command).run()
+
+
+def missing_packages() -> list[str]:
+    """Packages that the engine imports and that are not installed. Finding out step by step takes a lent machine's time."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
 
 
 def default_disk(out: Path) -> Path:

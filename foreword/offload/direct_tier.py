@@ -600,8 +600,8 @@ def _open(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> Dir
     reason = ""
     if memory is None:
         reason = "the first store is not memory://"
-    elif min(staging.block_bytes) < SMALLEST_PAYLOAD or any(size % _WORD for size in staging.block_bytes):
-        reason = f"blocks of {min(staging.block_bytes)} bytes are too small, or no multiple of {_WORD}"
+    elif unfit := [size for size in staging.block_bytes if size < SMALLEST_PAYLOAD or size % _WORD]:
+        reason = f"blocks of {min(unfit)} bytes are too small, or no multiple of {_WORD}"
     elif HEADER_BYTES + max(staging.block_bytes) > PIECE_BYTES // 2:
         reason = f"blocks of {max(staging.block_bytes)} bytes are larger than half a piece of the ring"
     elif not importlib.util.find_spec("triton"):

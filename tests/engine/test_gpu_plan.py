@@ -74,8 +74,8 @@ ROWS = {
 }
 
 
-def plan_process(folder: Path, *options: str, interpret: bool = False) -> subprocess.Popen[str]:
-    (folder / "sitecustomize.py").write_text(BLOCK)
+def plan_process(folder: Path, *options: str, interpret: bool = False, more: str = "") -> subprocess.Popen[str]:
+    (folder / "sitecustomize.py").write_text(BLOCK + more)
     # No GPU is seen, whatever there is.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     hidden["TRITON_INTERPRET"] = str(int(interpret))
@@ -236,6 +236,13 @@ def scripted(
     patch.setattr(plan_module, "time", clock)
     clock.plan = Plan(names, folder, folder, lambda some: [*command, ",".join(some)], known, total)
     return clock.plan
+
+
+def test_a_package_that_is_missing_is_said_first(tmp_path: Path) -> None:
+    """Nothing is run, and the status and the message say so: most steps would fail, one after the other."""
+    process = plan_process(tmp_path, "--device", "cpu", "--tiny", more="; sys.modules['msgspec'] = None")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 3 and "msgspec" in said and not list(tmp_path.glob("gpu-plan*"))
 
 
 def test_a_step_that_hangs_dies_or_raises_costs_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,11 @@ LONGEST, SIZE = 1_300, 16
 # compiled, which takes longer than the tests; AVX2 is not what this machine has where it has AVX512.
 HAS = compiled_code.processor_flags()
 WHEELS = [
-    pytest.param(one.flags, id=one.name, marks=[] if one.name == "avx2" and "avx512f" in HAS else pytest.mark.slow)
+    pytest.param(
+        one.flags,
+        id=one.name,
+        marks=pytest.mark.extended if one.name == "avx2" and "avx512f" in HAS else pytest.mark.slow,
+    )
     for one in compiled_code.SHIPPED
     if one.machine == platform.machine() and one.needs <= HAS
 ]

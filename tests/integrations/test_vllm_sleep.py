@@ -40,7 +40,7 @@ def vllm() -> Iterator[Callable[[str], Any]]:
 class FakeWorker:
     """A worker of vLLM: its KV cache, the connector's worker side, and steps that save and load blocks."""
 
-    def __init__(self, vllm: Callable[[str], Any], *, direct: bool = False) -> None:
+    def __init__(self, vllm: Callable[[str], Any], *, direct: bool = False, opens: bool = True) -> None:
         self._messages = vllm("step_messages")
         self.caches = {f"layer {n}": torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM) for n in range(2)}
         group = KVGroup(GroupKind.FULL, BLOCK)
@@ -56,7 +56,8 @@ class FakeWorker:
         )
         self.connector = vllm("worker_side").ForewordConnectorWorker(info, settings, "engine")
         self.connector.register_kv_caches(self.caches)
-        self.connector.open(None)
+        if opens:
+            self.connector.open(None)
         self.offload = self.connector.offload
 
     def compute(self, number: int, block: int) -> None:
@@ -133,6 +134,14 @@ class Gate:
         self._open.set()
         thread.join(WITHIN)
         assert ended == [True]
+
+
+def test_nothing_is_kept_of_a_worker_whose_stores_did_not_open(vllm: Callable[[str], Any]) -> None:
+    """When it is closed, no engine of this process finds it any more, nor what it has of vLLM's KV cache."""
+    connector = FakeWorker(vllm, opens=False).connector
+    assert vllm("worker_side").worker_of("engine") is connector
+    connector.close()
+    assert vllm("worker_side").worker_of("engine") is None
 
 
 def test_blocks_survive_a_sleep_in_the_stores(worker: FakeWorker) -> None:

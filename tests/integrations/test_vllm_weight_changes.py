@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from torch import nn
 from vllm_stub import stubbed_vllm
 
 from foreword.integrations.vllm.weight_changes import follow_loads, notice_changes
+from foreword.integrations.vllm.weights import follow_engine
 
 
 @pytest.fixture(autouse=True)
@@ -111,3 +115,45 @@ def test_weights_that_are_loaded_beside_vllm() -> None:
     del two
     model.load_weights([("0.bias", torch.zeros(8))])  # type: ignore[operator]
     assert one.heard == [before] and not model[0].bias.data.any()  # type: ignore[index, union-attr]
+
+
+class Engine:
+    """vLLM's `EngineCore`: the class stays, engines come and go."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(model_config=object())
+
+    def collective_rpc(self, method: str) -> str:
+        return method
+
+
+class Listener:
+    """A connector, which has the KV cache of its engine."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def told(self, method: str) -> None:
+        self.heard.append(method)
+
+    def asked(self, core: Any, method: str) -> Callable[[], None]:
+        self.heard.append(f"before {method}")
+        return lambda: self.heard.append(f"end of {method}")
+
+
+def test_engines_of_the_past_keep_nothing() -> None:
+    """A connector hears of its own engine's calls, not of another one's. It ends with its engine: vLLM's class, which later
+    engines in the process have too, does not keep it."""
+    module: Any = importlib.import_module("vllm.v1.engine.core")
+    module.EngineCore = type("EngineCore", (Engine,), {"collective_rpc": Engine.collective_rpc})
+    engines, listeners = [module.EngineCore() for _ in range(2)], [Listener() for _ in range(2)]
+    for engine, listener in zip(engines, listeners, strict=True):
+        assert follow_engine(engine.vllm_config, "collective_rpc", listener.told)
+        assert follow_engine(engine.vllm_config, "collective_rpc", listener.asked, before=True)
+    assert engines[0].collective_rpc("one") == "one"
+    assert [one.heard for one in listeners] == [["before one", "end of one", "one"], []]
+    gone = weakref.ref(listeners.pop(0))
+    gc.collect()
+    assert gone() is None
+    assert engines[0].collective_rpc("two") == "two" and engines[1].collective_rpc("three") == "three"
+    assert listeners[0].heard == ["before three", "end of three", "three"]

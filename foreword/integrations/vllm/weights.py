@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,8 @@ def follow_engine(vllm_config: Any, method: str, told: Callable[..., object], *,
     (`reset_encoder_cache`), so this wraps the methods. False if this vLLM has no such method, or the engine is elsewhere.
 
     Args:
+        told: a bound method. It is called as long as its object lives: the class outlives its engines, and would keep their
+            KV cache.
         before: call it before the method, with the `EngineCore` before the arguments. What it returns, if anything, is called
             when the method has ended, also by an error.
     """
@@ -48,7 +51,7 @@ def follow_engines(
     mine: Callable[[Any], bool], method: str, told: Callable[..., object], *, before: bool = False
 ) -> bool:
     """Like `follow_engine`, for the engines of this process whose configuration is `mine`: one that has it from vLLM need not
-    know it."""
+    know it. `mine` refers to no engine."""
     try:
         from vllm.v1.engine.core import EngineCore
     except ImportError:
@@ -60,17 +63,19 @@ def follow_engines(
     if listeners is None:
         listeners = []
         setattr(EngineCore, method, _announced(wrapped, listeners))
-    listeners.append((mine, told, before))
+    listeners[:] = [one for one in listeners if one[1]() is not None]
+    listeners.append((mine, weakref.WeakMethod(told), before))
     return True
 
 
-_Listener = tuple[Callable[[Any], bool], Callable[..., object], bool]
+_Listener = tuple[Callable[[Any], bool], weakref.WeakMethod[Callable[..., object]], bool]
 
 
 def _announced(wrapped: Callable[..., Any], listeners: list[_Listener]) -> Callable[..., Any]:
     @functools.wraps(wrapped)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        following = [(told, before) for mine, told, before in listeners if mine(self.vllm_config)]
+        found = [(known(), before) for mine, known, before in listeners if mine(self.vllm_config)]
+        following = [(told, before) for told, before in found if told is not None]
         with contextlib.ExitStack() as ends:
             for told, before in following:
                 at_end = told(self, *args, **kwargs) if before else None

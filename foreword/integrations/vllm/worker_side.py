@@ -610,8 +610,8 @@ class ForewordConnectorWorker:
         for endpoint in (self._lookups, self._instances):
             if endpoint is not None:
                 endpoint.close()
+        _workers.pop(self._engine, None)  # also if its stores did not open
         if self.offload is not None:
-            _workers.pop(self._engine, None)
             if self._late is not None:
                 self._late.close(self._settings.store.flush_seconds)
             self.offload.close(self._settings.store.flush_seconds)

@@ -105,13 +105,10 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         self._version = WeightsVersion(self._settings.weights_version)
         self._used = False  # vLLM may have KV that was computed since its last reset
         self._core: Any = None
+        self._is_mine = partial(_is_engine, self._offloading.engine_id)
         # The first of these calls brings vLLM's configuration: at the end of the engine's start, or with a request.
         follow_engines(self._is_mine, "_initialize_effective_attention_block_size", self.engine_calls, before=True)
         follow_engines(self._is_mine, "add_request", self.engine_calls, before=True)
-
-    def _is_mine(self, vllm_config: Any) -> bool:
-        transfer = vllm_config.kv_transfer_config
-        return transfer is not None and transfer.engine_id == self._offloading.engine_id
 
     # From vLLM's engine
 
@@ -385,6 +382,11 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         for outcome, count in fresh.items():
             stats.increase_counter(_BLOCKS, count, (outcome,))
         return stats
+
+
+def _is_engine(engine_id: str, vllm_config: Any) -> bool:
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.engine_id == engine_id
 
 
 def count_loads(worker: Any) -> None:

@@ -45,6 +45,7 @@ from foreword.store.local_records import LocalRecords
 
 _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
 _RUN_BYTES = 8 << 20
+_WORD = 8  # bytes
 _FULL = "all blocks that could be evicted are pinned or in use"
 
 
@@ -541,7 +542,8 @@ class MemoryStore(LocalRecords):
         # stays where it is. By a quarter: else frames that grow by a byte would empty the store each time. Devices want words.
         if longest > slots.slot_bytes and not slots.held:
             self._emptied += bool(slots.chains.index)
-            self._empty(min(max(longest, self._longest, slots.slot_bytes * 5 // 32 * 8), self._size))
+            words = -(-max(longest, self._longest, slots.slot_bytes * 5 // 4) // _WORD)
+            self._empty(min(words * _WORD, self._size))
         return self._slots
 
     def _empty(self, slot_bytes: int) -> None:
