@@ -459,13 +459,13 @@ class SharedFleet(Fleet):
             [(space, list(keys)) for space, keys in query.public_keys.items()],
             now,
         )
-        ends = [keys[-1] for keys in (query.keys, *query.other_keys.values()) if keys]
-        self.bus.tell(sent, later=True, names=ends if query.session is None else [*ends, query.session])
+        self.bus.tell(sent, later=True, names=_names(sent))
 
     def first_token(self, name: str, now: float) -> None:
         super().first_token(name, now)
         if name in self._told:
-            self.bus.tell(First(self._told[name].name, now), urgent=False, later=True)
+            sent = self._told[name]
+            self.bus.tell(First(sent.name, now), urgent=False, later=True, names=_names(sent))
 
     def finished(
         self,
@@ -480,13 +480,19 @@ class SharedFleet(Fleet):
         sent = self._told.pop(name, None)
         if sent is not None:
             ended = SharedEnd(sent.name, now, cached_tokens, output_tokens, guessed)
-            self.bus.tell(ended, urgent=False, later=True)
+            self.bus.tell(ended, urgent=False, later=True, names=_names(sent))
 
     def failed(self, name: str, now: float) -> None:
         super().failed(name, now)
         sent = self._told.pop(name, None)
         if sent is not None:
             self.bus.tell(SharedFailure(sent.name, now), urgent=False, later=True)
+
+
+def _names(sent: Sent) -> list[bytes | str]:
+    """The names of requests that go on where this one ends, or are of its session."""
+    ends: list[bytes | str] = [keys[-1] for keys in (sent.keys, *(keys for _, keys in sent.other_keys)) if keys]
+    return ends if sent.session is None else [*ends, sent.session]
 
 
 class SharedPrompts(KnownPrompts):
