@@ -3,6 +3,8 @@
     python -m benchmarks.router.overhead [--rounds 4] [--streams 1000/0.1,2000/0.1,4000/0.2] [--events 16]
         [--vllm-router COMMAND] [--beside CHECKOUT]
 
+        [--vllm-router COMMAND] [--apart SECONDS]
+
 The server behind is a small one that sends fixed events (`router/wire.py`), so that all that is seen is the way. The proxy has
 one core; server and clients share another, and what that core costs is seen in the straight way's figures. All contenders take
 turns, in short slices. nginx (if it is installed) is a plain reverse proxy: it neither reads the prompt nor remembers the
@@ -17,6 +19,9 @@ or out of order is a failure. About three minutes.
 
 With `--beside` another checkout of this repository takes turns with this one instead, and nothing else is measured: processor
 time per event of slow streams and per request of 16 and 256 events, of each of the three routers (`router/beside.py`).
+
+`--apart` is another measurement, in place of these: the processor time of a request whose events come alone, so many seconds
+apart, as those of a model do. Each contender has a turn in each round, and the ratio to `vllm-router` is that within a round.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ from benchmarks.router.wire import (
     nginx_version,
     settle_memory,
     start,
+    thread_seconds,
     wait_for,
 )
 
@@ -55,7 +61,8 @@ from benchmarks.router.wire import (
 STARTS = 500
 PATIENCE = 60.0
 # Those that hold thousands of streams; the others would tell the same again.
-SIDE_BY_SIDE = ("straight", "nginx", "vllm-router, cache aware", "router, vLLM, own tokenizer")
+RIVAL = "vllm-router, cache aware"
+SIDE_BY_SIDE = ("straight", "nginx", RIVAL, "router, vLLM, own tokenizer")
 
 
 @dataclass
@@ -67,6 +74,7 @@ class Figures:
     rates: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     cost: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
@@ -85,6 +93,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--events", type=int, default=wire.EVENTS, help="of a stream, but for the slow ones")
     parser.add_argument("--vllm-router", help="the program of the package vllm-router; without it that row is left out")
     parser.add_argument("--beside", type=Path, help="another checkout, with which this one takes turns")
+    parser.add_argument("--apart", type=float, metavar="SECONDS", help="only requests whose events come so far apart")
     parser.add_argument("--only", default="", help="contenders whose name contains this, and the straight way")
     given = parser.parse_args()
     pairs = [one.partition("/") for one in given.streams.split(",") if one]
@@ -120,7 +129,8 @@ async def measure(contenders: list[Contender], servers: Servers, given: argparse
         await wait_for(one.port)
         await one_by_one(one, found[one.name], 0.5)
         found[one.name] = Figures()
-    for part, say in ((one_by_one, tell_alone), (steady, tell_steady), (full, tell_full)):
+    parts = ((one_by_one, tell_alone), (steady, tell_steady), (full, tell_full))
+    for part, say in ((apart, tell_apart),) if given.apart else parts:
         for number in range(given.rounds):
             for one in contenders[number % 2 :] + contenders[: number % 2]:
                 await part(one, found[one.name], given.seconds, given)
@@ -128,6 +138,8 @@ async def measure(contenders: list[Contender], servers: Servers, given: argparse
     failed = [f"{name}: {why}" for name, one in found.items() for why in one.failures]
     for why in failed[:10]:
         print(f"failed: {why}")
+    if given.apart:
+        return len(failed)
     held = [one for one in contenders if one.name in SIDE_BY_SIDE or given.only]
     return len(failed) + await side_by_side(held, servers, given)
 
@@ -184,6 +196,30 @@ async def full(one: Contender, figures: Figures, seconds: float, given: argparse
     busy = one.cpu_seconds() - busy
     figures.busy.append(busy / took)
     figures.cost.append(busy / max(ended, 1))
+    for client in clients:
+        client.transport.close()
+
+
+async def apart(one: Contender, figures: Figures, seconds: float, given: argparse.Namespace) -> None:
+    """Each client sends the next request as soon as the last has ended, whose events came one by one."""
+    if one.pid is None:
+        return
+    clients, ended = await connected(one.port, given.clients), 0
+    began, busy = time.monotonic(), thread_seconds(one.pid)
+
+    async def go_on(client: Client) -> None:
+        nonlocal ended
+        try:
+            while time.monotonic() < began + seconds:
+                seen = await client.ask(one.port, pause=given.apart, ends=1)
+                figures.late += [late for _, late in seen.late]
+                ended += 1
+        except Broken as error:
+            figures.failures.append(str(error))
+
+    await asyncio.gather(*map(go_on, clients))
+    figures.rates.append(ended / (time.monotonic() - began))
+    figures.cost.append((thread_seconds(one.pid) - busy) / max(ended, 1))
     for client in clients:
         client.transport.close()
 
@@ -339,6 +375,25 @@ def tell_full(found: dict[str, Figures], given: argparse.Namespace) -> None:
         for name, one in found.items()
     ]
     print(table(["", "median", "all rounds", "of a core", "CPU ms each"], rows), flush=True)
+
+
+def tell_apart(found: dict[str, Figures], given: argparse.Namespace) -> None:
+    print(
+        f"\nRequests of {wire.EVENTS} events, each {given.apart:g} s behind the one before, of {given.clients} clients:"
+    )
+    print(
+        "milliseconds of the processor for a request, by rounds; `ratio`: to vllm-router in the same round", flush=True
+    )
+    rows, rival = [], found.get(RIVAL, Figures()).cost
+    for name, one in found.items():
+        if not one.cost:
+            continue
+        ratios = [ours / theirs for ours, theirs in zip(one.cost, rival, strict=False)]
+        each = " ".join(f"{1e3 * cost:.2f}" for cost in one.cost)
+        late = [f"{1e3 * quantile(one.late, share):.1f}" for share in (0.5, 0.99)]
+        shown = [f"{median(ratios):.2f}" if ratios else "", f"{median(one.rates):.0f}"]
+        rows.append([name, f"{1e3 * median(one.cost):.2f}", each, *shown, *late, str(len(one.failures))])
+    print(table(["", "median", "rounds", "ratio", "requests/s", "late p50, ms", "p99", "failed"], rows), flush=True)
 
 
 if __name__ == "__main__":

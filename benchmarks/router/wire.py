@@ -105,13 +105,14 @@ class Behind(asyncio.Protocol):
         self.transport.write(head + data)
 
     def stream(self, asked: dict[str, Any]) -> None:
-        """All events at once; or one every `pause` seconds, until `/end` is asked for."""
+        """All events at once; or one every `pause` seconds, until `/end` is asked for, or there are as many if it `ends`."""
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         )
         self.number = 0
         if "pause" in asked:
             self.pause, Behind.ending = float(asked["pause"]), False
+            self.last = asked["max_tokens"] - 1 if asked.get("ends") else -1
             self.due = self.loop.time() + random.random() * self.pause
             self.loop.call_at(self.due, self.tick)
             return
@@ -123,7 +124,7 @@ class Behind(asyncio.Protocol):
     def tick(self) -> None:
         if self.transport.is_closing():
             return
-        last = Behind.ending
+        last = Behind.ending or self.number == self.last
         self.event(last)
         if last:
             self.transport.write(_chunk(b"data: [DONE]\n\n") + _END)
@@ -205,7 +206,7 @@ class Client(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
 
     def ask(self, port: int, **more: float) -> asyncio.Future[Seen]:
-        """`more`: the `pause` of a slow stream. Its result raises Broken."""
+        """`more`: the `pause` of a slow stream, and whether it `ends`. Its result raises Broken."""
         prompt = f"{next(_numbers)} " + "Tell me about reverse proxies and prefix caches. " * 20
         body = json.dumps({"model": "m", "prompt": prompt, "max_tokens": EVENTS, "stream": True, **more}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
@@ -318,6 +319,12 @@ def _tree(pid: int) -> Iterator[int]:
     yield pid
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         yield from _tree(int(child))
+
+
+def thread_seconds(pid: int) -> float:
+    """The same, of the threads that a process has now: to the nanosecond."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 class Servers:

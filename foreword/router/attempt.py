@@ -13,9 +13,8 @@ import aiohttp
 
 from foreword.api.dialects.answer_reader import error_of
 from foreword.errors import ForewordError
-from foreword.request_errors import connection_reason
 from foreword.router.prompts import TokenizedPrompt
-from foreword.router.replicas import Upstream
+from foreword.router.replicas import Upstream, no_answer
 from foreword.routing.placement import Decision, PlacementQuery
 
 if TYPE_CHECKING:
@@ -72,13 +71,7 @@ class Attempt:
 
 def describe_error(error: BaseException) -> str:
     """Why a replica failed, for people."""
-    if isinstance(error, ForewordError):
-        return error.message
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect: {connection_reason(error)}"
-    if isinstance(error, asyncio.TimeoutError):
-        return "no answer in time"
-    return f"the connection broke ({type(error).__name__})"
+    return error.message if isinstance(error, ForewordError) else no_answer(error)
 
 
 def is_certain(error: BaseException) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Iterable
 
 from foreword.errors import ConfigError
@@ -46,21 +45,15 @@ def _watched(config: RouterConfig) -> str | None:
 class Discovery:
     """Adds replicas to the router and removes them as the file, DNS names and Services change."""
 
-    def __init__(self, router: Router, config: RouterConfig) -> None:
+    def __init__(self, router: Router) -> None:
         self._router = router
-        self._config = config
-        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, specs: Iterable[ReplicaSpec]) -> None:
         for spec in specs:
             self._router.add(spec, "flag")
-        if (source := _watched(self._config)) is not None:
-            watches = extras_for(source).watch_sources(self._router, self._apply)
-            self._tasks += map(self._router.background, watches)
-
-    def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        if (source := _watched(self._router.config)) is not None:
+            for watch in extras_for(source).watch_sources(self._router, self._apply):
+                self._router.background(watch)
 
     def _apply(self, wanted: list[ReplicaSpec], source: str, unready: Collection[str]) -> None:
         """Make the replicas from this source equal to `wanted`. Those in `unready` get no requests."""

@@ -29,7 +29,7 @@ class KvEventSubscription:
     """The events of one source. `run` runs until it is cancelled.
 
     Args:
-        endpoint, replay: endpoints of the source. Without `replay` a gap clears what is known of the replica.
+        endpoint, replay: endpoints of the source.
         key: that the source shares with this router; None for one in plain text.
     """
 
@@ -88,14 +88,16 @@ class KvEventSubscription:
         try:
             socket.connect(self._replay)
             await socket.send_multipart([b"", encode_number(self.feed.next)])
-            async with asyncio.timeout(_REPLAY_SECONDS):
+            async with asyncio.timeout(_REPLAY_SECONDS) as limit:
                 while True:
                     frames = await socket.recv_multipart()
                     if len(frames) < 3 or frames[-2] == REPLAY_END:
                         return
                     message = self._parse(frames[-3:])
-                    if message is not None:
-                        self.feed.receive(*message)
+                    if message is not None and message[0] >= self.feed.next:
+                        self.feed.receive(*message, replayed=True)
+                        # A busy replica may take long for all of them.
+                        limit.reschedule(asyncio.get_running_loop().time() + _REPLAY_SECONDS)
         except (TimeoutError, zmq.ZMQError):
             logger.info("no replay of KV events from %s", self._replay)
         finally:

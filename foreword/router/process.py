@@ -84,17 +84,15 @@ async def _serve(listener: socket.socket, specs: list[ReplicaSpec], router: Rout
 async def serving(listener: socket.socket, specs: list[ReplicaSpec], router: Router) -> AsyncIterator[Router]:
     """A router that serves on a socket, on the running event loop."""
     await router.start()
-    discovery = Discovery(router, router.config)
     front = create_front(router)
     try:
-        discovery.start(specs)
+        Discovery(router).start(specs)
         await router.joined()
         async with http.serving(front, listener, router.server_config) as router.leave:
             logger.info("Foreword %s routes on %s", __version__, url_of(listener))
             async with _picking(router, router.server_config):
                 yield router
     finally:
-        discovery.stop()
         await router.stop()
 
 

@@ -265,7 +265,8 @@ class PromptTokenizer:
         tokens = self._cache.get(name)
         if tokens is None and local and len(data) <= _INLINE_BYTES:
             tokens = self._tokenize_locally(request, prompt)
-            self._keep(name, tokens)
+            if tokens is not None:
+                self._cache.put(name, tokens)
         elif tokens is None:
             pending = self._tokenize_once(name, partial(self._tokenize, request, prompt, data, replicas))
             # The first request may be cancelled while others still wait.
@@ -325,8 +326,8 @@ class PromptTokenizer:
 
     def _tokenized(self, name: bytes, pending: asyncio.Future[array[int] | None]) -> None:
         del self._pending[name]
-        if not pending.cancelled() and pending.exception() is None:
-            self._keep(name, pending.result())
+        if not pending.cancelled() and pending.exception() is None and (tokens := pending.result()) is not None:
+            self._cache.put(name, tokens)
 
     def _tokenize(
         self, request: GenerateRequest, prompt: str | None, data: bytes, replicas: Sequence[Upstream]
@@ -394,10 +395,6 @@ class PromptTokenizer:
         if not isinstance(decoded, dict):
             raise ReplicaFailed(f"{upstream.url}{path} returned an unexpected body")
         return decoded
-
-    def _keep(self, name: bytes, tokens: array[int] | None) -> None:
-        if tokens is not None:
-            self._cache.put(name, tokens)
 
 
 async def _text_by_replica(

@@ -325,7 +325,7 @@ class ProxiedRequest(RoutedRequest):
         migrated."""
         upstream, reason = at or attempt.upstream, describe_error(error)
         if isinstance(error, RequestLost):  # the next replica need not wait for what becomes of this one
-            self._judge(attempt, upstream, tokens)
+            self.judge(attempt, upstream, tokens)
         elif not is_certain(error):  # it has had the request
             await self.judge(attempt, upstream, tokens)
         again = upstream.url in self.avoid  # one request counts once: it may be its fault
@@ -335,11 +335,8 @@ class ProxiedRequest(RoutedRequest):
         elif not again:
             self.router.failed(upstream, reason, certain=is_certain(error))
 
-    async def judge(self, attempt: Attempt, upstream: Upstream, tokens: int = 0) -> None:
+    def judge(self, attempt: Attempt, upstream: Upstream, tokens: int = 0) -> asyncio.Future[None]:
         """Find out whether a replica has died at the attempt."""
-        await self._judge(attempt, upstream, tokens)
-
-    def _judge(self, attempt: Attempt, upstream: Upstream, tokens: int) -> asyncio.Future[None]:
         assert attempt.flight is not None
         replicas = [one for one in (upstream, attempt.prefill) if one is not None]
         return self.router.judge(self.ask, attempt.flight, replicas, tokens)

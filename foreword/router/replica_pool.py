@@ -21,6 +21,7 @@ from foreword.api.request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys, is_public
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest
+from foreword.newest import Newest
 from foreword.process_config import RouterConfig
 from foreword.request_errors import NoReplica, QueueFull
 from foreword.router.attempt import Attempt
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_BLOCK_SIZE: Final = 16
 _LEARN_SECONDS: Final = 0.01  # between two requests from which a replica's costs are learned
+_MOST_SERVED: Final = 4096
 _SESSION_SECONDS: Final = 3600.0  # that an idle session keeps its replica
 # Reasons with this prefix are temporary: requests wait for the replica.
 _OVERLOADED: Final = "overloaded"
@@ -87,6 +89,8 @@ class ReplicaPool:
             kinds=kinds,
         )
         self.upstreams: dict[str, Upstream] = {}
+        # The reports of replicas that joined, also of those that have left and may join again.
+        self._served: Newest[str, ReplicaInfo] = Newest(_MOST_SERVED)
         self.known = KnownPrompts(ttl=_SESSION_SECONDS)
         self._patience, self._timeout = config.tokenize_patience, config.tokenize_timeout
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
@@ -119,7 +123,8 @@ class ReplicaPool:
         assert info is not None
         if upstream.url in self.upstreams:
             self.fleet.remove(upstream.url)
-        self.known.removed(upstream.url)
+        before, self._served[upstream.url] = self._served.get(upstream.url), info
+        self.known.interrupted(upstream.url, before is not None and before.has_lost(info))
         self.upstreams[upstream.url] = upstream
         self._note_infos()
         self.fleet.add(
@@ -140,7 +145,6 @@ class ReplicaPool:
         if self.upstreams.pop(upstream.url, None) is not None:
             self._note_infos()
             self.fleet.remove(upstream.url)
-            self.known.removed(upstream.url)
             self.serve_queue()
 
     def refresh(self, upstream: Upstream) -> None:
@@ -315,7 +319,7 @@ class ReplicaPool:
     def _try_place(self, request: PlacementRequest) -> Attempt | None:
         """None if all suitable replicas are overloaded. Raises NoReplica if there are none, or if too many died."""
         now = clock()
-        only = self._only(request, now) if request.ask is not None and not request.ask.quiet else None
+        only = self._only(request) if request.ask is not None and not request.ask.quiet else None
         if only is not None and not any(self._is_free(url, now) for url in only):
             return None
         for upstream in self.upstreams.values():
@@ -348,20 +352,16 @@ class ReplicaPool:
             attempt.flight = request.ask.sent(upstream.url, *([prefill.url] if prefill is not None else ()))
         return attempt
 
-    def _only(self, request: PlacementRequest, now: float) -> frozenset[str] | None:
+    def _only(self, request: PlacementRequest) -> frozenset[str] | None:
         """The only replicas that may get a request, because others died at what it asks, or may be about to; None for any.
         Raises SuspiciousRequest."""
         ask, weights = request.ask, request.query.required_weights
         if ask is None or (only := ask.allowed()) is not None or not ask.deaths:
             return only if ask is not None else None
         # Where it would cost the least, and where a death would tell that it was this request.
-        carriers = ask.carriers()
-        able = [
-            (url in carriers, one.in_flight, url)
-            for url, one in self.upstreams.items()
-            if url not in request.avoid and self._is_free(url, now) and weights in (None, one.weights)
-        ]
-        return frozenset((min(able)[2],)) if able else None
+        carriers, able = ask.carriers(), self.free(request.avoid, weights)
+        best = min(able, key=lambda url: (url in carriers, self.upstreams[url].in_flight, url), default=None)
+        return frozenset((best,)) if best is not None else None
 
     def _is_free(self, url: str, now: float) -> bool:
         """Whether a replica of this URL takes requests to answer them now."""
@@ -468,12 +468,7 @@ class ReplicaPool:
 
     def _has_room(self, weights: str | None = None) -> bool:
         """Whether a replica takes requests now. With `weights` only those count that have them."""
-        now = clock()
-        return any(
-            not one.excluded(now) and not self.fleet.replicas[url].is_full
-            for url, one in self.upstreams.items()
-            if one.spec.role != "prefill" and weights in (None, one.weights)
-        )
+        return bool(self.free((), weights))
 
     def _has_hope(self, weights: str | None = None) -> bool:
         """Whether a replica takes requests now or when it is not overloaded any more. `weights` as for `_has_room`."""
@@ -513,8 +508,8 @@ class ReplicaPool:
         self, attempt: Attempt, cached: int | None, output: int | None, prompt_tokens: int | None = None
     ) -> None:
         """The attempt succeeded. `cached` and `prompt_tokens` are as reported by the replica."""
-        if prompt_tokens and attempt.prompt.chain is not None:
-            self.known.counted(attempt.prompt.chain, prompt_tokens)
+        if attempt.prompt.chain is not None:
+            self.known.computed(attempt.prompt.chain, prompt_tokens, named=self._is_named(attempt))
         if cached is not None and attempt.prompt.source == "text":
             # The prompt was compared as text: convert to its units.
             cached = round(cached * attempt.query.tokens / prompt_tokens) if prompt_tokens else None
@@ -537,6 +532,15 @@ class ReplicaPool:
         hundred requests a second show as much as all."""
         replica = self.fleet.replicas.get(url)
         return replica is not None and now - replica.learned_at < _LEARN_SECONDS
+
+    def _is_named(self, attempt: Attempt) -> bool:
+        """Whether the table of blocks tells where a prompt is: its events may be late, or name none of its blocks."""
+        replica, query = self.fleet.replicas.get(attempt.upstream.url), attempt.query
+        if replica is None or not replica.sends_events:
+            return True
+        space = replica.key_space(query)
+        chains = query.keys_in(space), query.public_keys.get(space, ())
+        return any(self.fleet.directory.lookup(keys[-1:]).of(replica.name)[-1] for keys in chains)
 
     def failed(self, attempt: Attempt) -> None:
         """The attempt failed, or the client disconnected. Without effect if it was ended."""

@@ -10,7 +10,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
@@ -266,6 +266,16 @@ class ReplicaInfo:
     unknown_because: str = ""
     started: float | None = None
 
+    def is_process_of(self, other: ReplicaInfo) -> bool:
+        """Whether it certainly is the same process, which says the same about itself."""
+        return self.started is not None and replace(self, cards=()) == replace(other, cards=())
+
+    def has_lost(self, now: ReplicaInfo) -> bool:
+        """Whether what it had then is certainly lost now: its process is another one, or it has other weights."""
+        restarted = None not in (self.started, now.started) and self.started != now.started
+        same_kind = self.published == now.published and None not in (self.weights, now.weights)
+        return restarted or (same_kind and self.weights != now.weights)
+
 
 @dataclass(eq=False)
 class Upstream:
@@ -349,6 +359,10 @@ class Upstream:
     def weights(self) -> str | None:
         """The weights that it serves: a replica with an equal value may continue its responses. None if that is not known."""
         return self.info.weights if self.info is not None and not self.unconfirmed else None
+
+    def sends_since(self, time: float) -> bool:
+        """Whether output of a request has come from it since then."""
+        return any(one.begun and one.last > time for one in self.awaited)
 
     @property
     def longest(self) -> float:
@@ -437,6 +451,15 @@ class AwaitedResponse:
         return (RequestLost if self.lost else ReplicaFailed)(self.aborted)
 
 
+def no_answer(error: BaseException, seconds: float | None = None) -> str:
+    """Why a request to a replica had no answer, for people, by one of `CONNECTION_ERRORS`; within `seconds`, if given."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect: {connection_reason(error)}"
+    if isinstance(error, TimeoutError):
+        return "no answer in time" if seconds is None else f"no answer within {seconds:g} s"
+    return f"the connection broke ({type(error).__name__})"
+
+
 def is_refusal(status: int) -> bool:
     """Whether a status of 400 or more is about the request, not about the replica: 501 is vLLM's for what a model cannot do."""
     return status < 500 or status == 501
@@ -486,25 +509,17 @@ class ReplicaProbe:
                 if status != 404 or path == "/v1/models":
                     reason = body.get("reason")
                     return ProbeResult(f"{path} says {status}{f': {reason}' if reason else ''}", status == 503)
-        except aiohttp.ClientConnectorError as error:
-            return ProbeResult(f"cannot connect: {connection_reason(error)}", certain=True, unreachable=True)
-        except TimeoutError:
-            problem = f"no answer within {self._config.health_seconds:g} s"
-            return ProbeResult(problem, unreachable=True, timed_out=True)
         except CONNECTION_ERRORS as error:
-            return ProbeResult(f"the connection broke: {type(error).__name__}", unreachable=True)
+            problem, late = no_answer(error, self._config.health_seconds), isinstance(error, TimeoutError)
+            return ProbeResult(problem, isinstance(error, aiohttp.ClientConnectorError), True, late)
         return HEALTHY
 
     async def death(self, upstream: Upstream) -> str:
         """Why a replica counts as dead; empty if it is alive: also while it refuses new requests. A client waits for it."""
         try:
             status, _ = await self._get(f"{upstream.url}/health", self._config.health_timeout)
-        except aiohttp.ClientConnectorError as error:
-            return f"cannot connect: {connection_reason(error)}"
-        except TimeoutError:
-            return f"no answer within {self._config.health_timeout:g} s"
         except CONNECTION_ERRORS as error:
-            return f"the connection broke: {type(error).__name__}"
+            return no_answer(error, self._config.health_timeout)
         return f"/health says {status}" if status >= 500 else ""
 
     async def has_restarted(self, upstream: Upstream) -> bool:
@@ -624,12 +639,9 @@ class ReplicaProbe:
         found = [one for one in found if isinstance(one, dict) and isinstance(one.get("endpoint"), str)]
         found = [one for one in found if one.get("publisher", "zmq") == "zmq"]
         if spec.events is not None:
-            replay = _reachable(spec.replay, host) if spec.replay else None
-            return (ReplicaEvents(_reachable(spec.events, host), replay, any(map(_has_curve, found))),)
-        return tuple(
-            ReplicaEvents(_reachable(one["endpoint"], host), _replay_endpoint(one, host), _has_curve(one))
-            for one in found
-        )
+            curve = any(one.get("curve") is True for one in found)
+            found = [{"endpoint": spec.events, "replay_endpoint": spec.replay, "curve": curve}]
+        return tuple(_source(one, host) for one in found)
 
     async def _dialects(self, upstream: Upstream) -> frozenset[str]:
         """Dialects whose paths the replica knows: it refuses another method there."""
@@ -647,13 +659,10 @@ class ReplicaProbe:
             return response.status, decode_object(data) if response.content_type.endswith("json") else {}
 
 
-def _has_curve(source: Mapping[str, Any]) -> bool:
-    return source.get("curve") is True
-
-
-def _replay_endpoint(source: Mapping[str, Any], host: str) -> str | None:
-    found = source.get("replay_endpoint")
-    return _reachable(found, host) if isinstance(found, str) else None
+def _source(told: Mapping[str, Any], host: str) -> ReplicaEvents:
+    replay = told.get("replay_endpoint")
+    reachable = _reachable(replay, host) if isinstance(replay, str) else None
+    return ReplicaEvents(_reachable(told["endpoint"], host), reachable, told.get("curve") is True)
 
 
 def _reachable(endpoint: str, host: str) -> str:

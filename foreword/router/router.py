@@ -474,9 +474,9 @@ class Router:
                 if again:
                     continue
             learned = upstream.info is not None and not upstream.unconfirmed
-            await self._pause(
-                upstream, self.config.health_interval if learned else min(self.config.health_interval, 0.5)
-            )
+            interval = self.config.health_interval
+            with suppress(TimeoutError):
+                await asyncio.wait_for(upstream.wake.wait(), interval if learned else min(interval, 0.5))
 
     async def _look(self, upstream: Upstream, watch: _Watch) -> bool:
         """Probe a replica, and ask it what it serves if that is not known. Whether to do it again at once, because the router's
@@ -484,7 +484,8 @@ class Router:
         now, was_open = clock(), upstream.breaker.state == "open"
         # A replica that has died must answer new connections.
         result = await (self._fresh_probe if upstream.dead else self.probe).health(upstream)
-        if result.timed_out and await self.stalled_since(now):
+        # A busy server that sends tokens meanwhile is alive.
+        if result.timed_out and (upstream.sends_since(now) or await self.stalled_since(now)):
             watch.stalls += 1
             if watch.stalls <= MAX_STALLS:
                 return True
@@ -497,7 +498,9 @@ class Router:
         if result.problem is not None:
             return False
         retries = upstream.kind == "vllm" and upstream.weights is None and now >= watch.weights_due
-        if upstream.info is None or upstream.unconfirmed or retries or _publishes_late(upstream):
+        # It has published its fingerprint since it was asked for it.
+        news = upstream.info is not None and not upstream.info.published and upstream.metrics.fingerprint is not None
+        if upstream.info is None or upstream.unconfirmed or retries or news:
             await self._learn(upstream)
             watch.weights_pause = min(watch.weights_pause * 2, _MAX_WEIGHTS_SECONDS) if retries else _WEIGHTS_SECONDS
             watch.weights_due = clock() + watch.weights_pause
@@ -505,10 +508,6 @@ class Router:
             watch.metrics_read_at = now
             await self._read_metrics(upstream)
         return False
-
-    async def _pause(self, upstream: Upstream, seconds: float) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(upstream.wake.wait(), seconds)
 
     async def stalled_since(self, since: float) -> bool:
         """Whether the router's event loop stalled. Then a timeout says nothing about the replica."""
@@ -532,6 +531,11 @@ class Router:
             upstream.problem = error.message
             return
         if upstream.url not in self.upstreams:
+            return
+        if upstream.unconfirmed and upstream.info is not None and upstream.info.is_process_of(info):
+            upstream.info, upstream.unconfirmed = info, False
+            self.refresh(upstream)
+            logger.info("replica %s is back, and has what it had: its process is the same", upstream.url)
             return
         model, joins = info.models[0], upstream.info is None or upstream.unconfirmed
         unmeasured = joins and self.speeds.measures(info)
@@ -613,7 +617,7 @@ class Router:
                 key_model(pool.model, info.weights).encode(),
                 info.block_size,
                 counts_copies=counts,
-                on_clear=pool.known.removed,
+                on_doubt=pool.known.interrupted,
             )
             subscription = KvEventSubscription(self._zmq, feed, endpoint, replay, key)
             self.subscriptions.setdefault(upstream.url, []).append(subscription)
@@ -757,7 +761,7 @@ class Router:
             alive = await is_alive(self._fresh_probe, upstream, seconds)
         finally:
             upstream.checked = False
-        if alive or any(one.begun and one.last > sent for one in upstream.awaited):
+        if alive or upstream.sends_since(sent):
             upstream.alive_at = clock()
             return
         reason = f"{upstream.url} answers neither requests nor a test request within {seconds:g} s"
@@ -800,9 +804,3 @@ class Router:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _publishes_late(upstream: Upstream) -> bool:
-    """Whether it has published its fingerprint since it was asked for it."""
-    known = upstream.info is None or upstream.info.published
-    return not known and upstream.metrics.fingerprint is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from foreword.routing.cost_kinds import MOST_NAME, CostKinds
-from foreword.routing.costs import DEFAULT_COSTS, CostModel, ReplicaCosts
+from foreword.routing.costs import DEFAULT_COSTS, LEARNED, CostModel, ReplicaCosts
 
 # Most records of all machines.
 MOST_RECORDS: Final = 256
@@ -46,14 +46,7 @@ class CostRecord:
 
     @property
     def costs(self) -> ReplicaCosts:
-        return replace(
-            DEFAULT_COSTS,
-            prefill=self.prefill,
-            first=self.first,
-            attention=self.attention,
-            decode_base=self.decode_base,
-            decode_each=self.decode_each,
-        )
+        return replace(DEFAULT_COSTS, **{name: getattr(self, name) for name in LEARNED})
 
 
 class CostRecords:
@@ -83,5 +76,4 @@ class CostRecords:
 
 
 def _record(role: str, machine: str, now: float, costs: ReplicaCosts) -> CostRecord:
-    fitted = costs.prefill, costs.first, costs.attention, costs.decode_base, costs.decode_each
-    return CostRecord(role, machine, now, *fitted)
+    return CostRecord(role, machine, now, *[getattr(costs, name) for name in LEARNED])

@@ -53,6 +53,10 @@ _MIN_TTFT_SHARE: Final = 0.25
 _DIFFERENT: Final = 1.4
 
 
+# Costs of computation, which are learned.
+LEARNED: Final = ("prefill", "first", "attention", "decode_base", "decode_each")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadCost:
     """Cost of loading blocks from a tier: `latency` seconds plus `per_token` seconds for each token."""
@@ -94,14 +98,7 @@ class ReplicaCosts:
 
     def slower(self, factor: float) -> ReplicaCosts:
         """The costs if all computation takes `factor` times as long."""
-        return replace(
-            self,
-            prefill=self.prefill * factor,
-            attention=self.attention * factor,
-            first=self.first * factor,
-            decode_base=self.decode_base * factor,
-            decode_each=self.decode_each * factor,
-        )
+        return replace(self, **{name: getattr(self, name) * factor for name in LEARNED})
 
     def load(self, tier: CacheTier) -> LoadCost:
         return self.loads[tier - 1]

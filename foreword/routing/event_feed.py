@@ -5,9 +5,10 @@ Foreword's keys from them, and a bounded table maps hashes to keys. Blocks that 
 image) are skipped and counted: then the directory knows less, but nothing wrong.
 
 Messages are numbered. Before a message after a gap the subscriber asks for a replay of the missing ones and passes them in. If
-they are not available any more, the feed forgets everything about the replica, because the gap may contain removals. Foreword's
-servers then send a snapshot, as the last message before those that they have; vLLM's do not, so what they stored long before
-the router has started is not known.
+they are not available any more, Foreword's servers send a snapshot, as the last message before those that they have, which
+replaces what is known. vLLM's do not. Then everything known stays: a removal that was missed costs one request its hit, but a
+forgotten start, which the replica has and does not report again, would hide all that follows it. Only a proof that the
+replica has lost its blocks forgets them: it clears them, or counts its messages from the start.
 
 Blocks with the salt PUBLIC in their extra keys are public: the directory learns their keys from the events.
 """
@@ -94,7 +95,8 @@ class KvEventFeed:
         max_blocks: maximum number of known hashes.
         counts_copies: the replica reports every copy of a block and the removal of each, as vLLM does. Foreword's own engine
             reports a removal only when no copy is left.
-        on_clear: called with the replica's name whenever everything about it is forgotten.
+        on_doubt: called with the replica's name, and whether it has lost its blocks. Otherwise messages were missed for good,
+            or a clear was replayed: that may be older than what the replica was sent since.
 
     Attributes:
         next: number of the next message. A replay starts there.
@@ -109,10 +111,10 @@ class KvEventFeed:
         *,
         max_blocks: int = 1_000_000,
         counts_copies: bool = True,
-        on_clear: Callable[[str], None] | None = None,
+        on_doubt: Callable[[str, bool], None] = lambda replica, lost: None,
     ) -> None:
         self.replica = replica
-        self._on_clear = on_clear
+        self._on_doubt = on_doubt
         self.counters = FeedCounters()
         self._directory = directory
         self._model = model
@@ -135,18 +137,21 @@ class KvEventFeed:
         self.counters.gaps += number > self.next
         return number > self.next
 
-    def receive(self, number: int, events: Iterable[object]) -> None:
-        """Apply a published or replayed message, once. If earlier messages are missing, forget all about the replica first."""
+    def receive(self, number: int, events: Iterable[object], *, replayed: bool = False) -> None:
+        """Apply a published or replayed message, once. If earlier messages are missing from a replay of a Foreword server, it
+        is a snapshot."""
         if number < self.next:
             return
         if number > self.next > 0:
-            self._clear()
+            if replayed and not self._counts_copies:
+                self._directory.cleared(self.replica)
+            self._on_doubt(self.replica, False)
         self.next = number + 1
         self.counters.messages += 1
         for event in events:
-            self.apply(event)
+            self.apply(event, replayed=replayed)
 
-    def apply(self, event: object) -> None:
+    def apply(self, event: object, *, replayed: bool = False) -> None:
         """Apply one event."""
         kind, fields = event_fields(event)
         try:
@@ -155,7 +160,7 @@ class KvEventFeed:
             elif kind == "BlockRemoved":
                 self._removed(fields)
             elif kind == "AllBlocksCleared":
-                self._clear()
+                self._clear(proven=not replayed)
             else:
                 self.counters.malformed += 1
         except (KeyError, TypeError, ValueError, OverflowError, BadRequest):
@@ -210,10 +215,9 @@ class KvEventFeed:
         """The root key of a salt, given what extra keys say of it."""
         return Scope(self._model, self._block_size, Salt.parse(extras[0] if extras else None)).root()
 
-    def _clear(self) -> None:
+    def _clear(self, *, proven: bool = True) -> None:
         self._directory.cleared(self.replica)
-        if self._on_clear is not None:
-            self._on_clear(self.replica)
+        self._on_doubt(self.replica, proven)
         self.counters.clears += 1
 
 

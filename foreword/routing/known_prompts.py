@@ -62,7 +62,8 @@ class KnownPrefix(NamedTuple):
         length: tokens of its known part, at least as many as `tokens`.
         total: estimated tokens of all of it.
         sent: the replica to which the known part was sent, with its length. At most one.
-        held: the same if its tokens were not known then, or were not the replica's: no table of blocks has it.
+        held: the same if no table of blocks has it: its tokens were not known then, or were not the replica's, or KV events of
+            the replica were late or lost.
         home: the replica of the conversation that goes on with this prompt, as its first; else empty.
     """
 
@@ -87,15 +88,16 @@ class _Link(NamedTuple):
 class _Conversation:
     """Prompts that continue each other. `links`: in order. `tokens`: of the longest that is known.
 
-    `replica`, `joined`, `placed_at`: where and when the last one was placed; `by_keys`: with its blocks.
+    `replica`, `lost`, `placed_at`: where and when the last one was placed, and how often the replica had lost its blocks then.
+    `missed`: how often events of it had been missed; -1 if no table of blocks tells where the prompt is.
     """
 
     links: dict[bytes, _Link] = field(default_factory=dict)
     tokens: array[int] = field(default_factory=lambda: array("I"))
     replica: str = ""
-    joined: int = 0
+    lost: int = 0
     placed_at: float = 0.0
-    by_keys: bool = True
+    missed: int = 0
 
     @property
     def weight(self) -> int:
@@ -135,7 +137,7 @@ class KnownPrompts:
         )
         self._by_link: dict[bytes, _Key] = {}
         self._numbers = itertools.count()
-        self._joined = Counter[str]()
+        self._lost, self._missed = Counter[str](), Counter[str]()
 
     @property
     def held_bytes(self) -> int:
@@ -156,9 +158,9 @@ class KnownPrompts:
         link = one.links[chain.links[at]]
         length = link.tokens if link.whole else int(_SURE * link.tokens)
         rest = round((chain.sizes[-1] - link.size) * one.rate())
-        fresh = one.replica and one.joined == self._joined[one.replica] and now - one.placed_at <= self.ttl
+        fresh = one.replica and one.lost == self._lost[one.replica] and now - one.placed_at <= self.ttl
         sent = {one.replica: length} if fresh and length else {}
-        held = {} if one.by_keys else sent
+        held = {} if one.missed == self._missed[one.replica] else sent
         ends = at < len(chain.links) - 1 and chain.links[at] == next(reversed(one.links))
         home = one.replica if fresh and ends else ""
         return KnownPrefix(one.tokens[:length], link.whole, length, max(link.tokens + rest, 1), sent, held, home)
@@ -171,17 +173,21 @@ class KnownPrompts:
         self._counted(chain, one, len(tokens))
         self._keep(key, one)
 
-    def counted(self, chain: PromptChain, tokens: int) -> None:
-        """A replica says how many tokens a prompt had. Another number than is known shows that those known are not its own."""
+    def computed(self, chain: PromptChain, tokens: int | None, *, named: bool) -> bool:
+        """A replica has computed a prompt: of how many tokens, if it says so, and whether a table of blocks has it (`named`).
+        Another number than is known shows that those known are not its own. True if it is news that no table tells where the
+        prompt is."""
         found = self._find(chain)
-        if found is not None and found[0] == len(chain.links) - 1:
-            one = self._kept[found[1]]
-            link = one.links[chain.links[-1]]
-            if link.whole and link.tokens == tokens:
-                return
+        if found is None or found[0] < len(chain.links) - 1:
+            return False
+        one, before = self._kept[found[1]], self._kept[found[1]].missed
+        link = one.links[chain.links[-1]]
+        if tokens and not (link.whole and link.tokens == tokens):
             if link.whole:
-                one.tokens, one.by_keys = array("I"), False
+                one.tokens, named = array("I"), False
             self._counted(chain, one, tokens)
+        one.missed = before if named else -1
+        return one.missed < before
 
     def placed(self, chain: PromptChain, tokens: int, replica: str, now: float, *, by_keys: bool) -> None:
         """A prompt of about so many tokens was sent to a replica. `by_keys`: all of its blocks are known."""
@@ -189,12 +195,14 @@ class KnownPrompts:
         end = one.links[chain.links[-1]]
         if not end.whole:
             one.links[chain.links[-1]] = _Link(end.size, tokens, False)
-        one.replica, one.joined, one.placed_at, one.by_keys = replica, self._joined[replica], now, by_keys
+        one.replica, one.lost, one.placed_at = replica, self._lost[replica], now
+        one.missed = self._missed[replica] if by_keys else -1
         (self._keep if grown else self._claim)(key, one)
 
-    def removed(self, replica: str) -> None:
-        """A replica was removed, or has lost what it had."""
-        self._joined[replica] += 1
+    def interrupted(self, replica: str, lost: bool) -> None:
+        """A replica's events were missed, or begin anew: no table of blocks says what of earlier prompts it has. Or it has
+        `lost` them: its process is another one, has other weights, or has cleared its blocks."""
+        (self._lost if lost else self._missed)[replica] += 1
 
     def forget(self, owner: bytes) -> None:
         """Forget an owner's prompts: their tokens too."""

@@ -59,13 +59,23 @@ def test_damaged_outputs_are_encoded(model: Path, tmp_path: Path) -> None:
 
 def test_outputs_of_a_server_with_other_settings(model: Path, tmp_path: Path) -> None:
     """A server whose settings differ in what does not change outputs encodes one image again, sees that the store's output is
-    the same, and uses all others, also after a restart."""
+    the same, and uses all others, also after a restart, and where its first requests come before the store has answered."""
     asked, other = [[number] for number in range(8)], {"max_model_len": 448}
     first = ask(model, [asked], encoder_store=[disk(tmp_path)])[0]
-    one = ask(model, [asked[:1]], encoder_store=[disk(tmp_path)], llm=other)[0]
-    rest = ask(model, [asked], encoder_store=[disk(tmp_path)], llm=other)[0]
+    one = ask(model, [asked[:1]], encoder_store=[disk(tmp_path)], llm=other, late=True)[0]
+    rest = ask(model, [asked], encoder_store=[disk(tmp_path)], llm=other, late=True)[0]
     assert (first["encoded"], one["encoded"], rest["encoded"]) == (8, 1, 0)
     assert tokens(rest) == tokens(first)
+
+
+def test_a_namespace_that_changes_while_a_step_is_planned(model: Path, tmp_path: Path) -> None:
+    """An output that the scheduler has found is used, also if it learns meanwhile that the server's outputs are in another
+    namespace: vLLM would end at one that is missing."""
+    asked, store, other = [[[0]]], [disk(tmp_path)], {"max_model_len": 448}
+    first = ask(model, asked, encoder_store=store, llm=other)[0]
+    ask(model, asked, encoder_store=store)
+    found = ask(model, asked, encoder_store=store, llm=other, switched=True)[0]
+    assert (first["encoded"], found["encoded"]) == (1, 0) and tokens(found) == tokens(first)
 
 
 def test_images_in_prompts(model: Path, tmp_path: Path) -> None:

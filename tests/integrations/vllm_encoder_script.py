@@ -4,15 +4,19 @@
         "rounds": [[[seed of an image or null, ...], ...], ...]}'
 
 Each prompt is a list of images, by the seeds of their pixels; null is a few words. Between rounds vLLM forgets its KV. With
-`"abandon": true` the prompts of the first round are taken back after one step.
+`"abandon": true` the prompts of the first round are taken back after one step; with `"late": true` the namespaces of the stores
+are read only once the scheduler has asked for the outputs of its first request; with `"switched": true` the
+server's namespace changes to another that the stores have when the scheduler has just found an output.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
 from vllm_case import WITHIN, finish, make_llm, worker_of
 
@@ -48,8 +52,44 @@ class Encoder:
         return found
 
 
+def delay_namespaces() -> None:
+    from foreword.integrations.vllm_extras.encoder_cache import EncoderReader, EncoderStore
+
+    asked, follow, ready = threading.Event(), EncoderStore.follow, EncoderReader.ready
+
+    def late(store: EncoderStore) -> None:
+        asked.wait(WITHIN)
+        follow(store)
+
+    def ask(reader: EncoderReader, *given: Any) -> bool:
+        found = ready(reader, *given)
+        asked.set()
+        return found
+
+    patch.object(EncoderStore, "follow", late).start()
+    patch.object(EncoderReader, "ready", ask).start()
+
+
+def switch_namespaces() -> None:
+    from foreword.integrations.vllm_extras.encoder_cache import EncoderReader
+
+    has = EncoderReader.has
+
+    def switched(reader: EncoderReader, identifier: str) -> bool:
+        found = has(reader, identifier)
+        if found and reader._store.others:
+            reader._store.adopt(reader._store.others[0])
+        return found
+
+    patch.object(EncoderReader, "has", switched).start()
+
+
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
+    if job.get("late"):
+        delay_namespaces()
+    if job.get("switched"):
+        switch_namespaces()
     from vllm import SamplingParams
 
     given = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 8}, **job.get("llm", {})}

@@ -177,11 +177,20 @@ def test_a_gap_is_replayed() -> None:
     assert (one.counters.gaps, one.counters.clears) == (1, 0)
 
 
-def test_a_gap_without_replay_clears_the_replica() -> None:
-    """The gap may contain removals, so all earlier blocks are forgotten."""
+def test_a_gap_without_replay_proves_no_loss() -> None:
+    """Blocks known before the gap stay known, with what follows them: the replica does not report it again."""
     directory, one = feed()
+    publish(one, 0, stored(TEXT[:20]))
+    assert publish(one, 5, stored(TEXT, 5))
+    assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 10
+
+
+def test_a_snapshot_replaces_what_was_known() -> None:
+    """The first message that a Foreword server replays after a gap says all that it has."""
+    directory = Directory(10_000)
+    one = KvEventFeed(directory, "r", b"m", BLOCK, counts_copies=False)
     publish(one, 0, stored(TEXT))
-    assert publish(one, 5, stored(TEXT[:8]))
+    one.receive(4, [stored(TEXT[:8])], replayed=True)
     assert directory.lookup(keys_of(TEXT)).of("r")[CacheTier.DEVICE] == 2
 
 
@@ -196,21 +205,23 @@ def test_a_late_subscriber_uses_what_is_replayed() -> None:
 
 
 def test_what_is_known_otherwise_of_a_cleared_replica_is_told_to_be_gone() -> None:
-    """Whenever the feed forgets a replica's blocks, it says so: when the replica clears them, after a gap, and at a restart. It
-    does not when blocks are stored or removed."""
-    cleared = list[str]()
-    one = KvEventFeed(Directory(10_000), "r", b"m", BLOCK, on_clear=cleared.append)
+    """The feed says when a replica has lost its blocks: when it clears them, and at a restart. It does not when blocks are
+    stored or removed, nor after a gap, of which it says that there was one."""
+    told = list[bool]()
+    one = KvEventFeed(Directory(10_000), "r", b"m", BLOCK, on_doubt=lambda replica, lost: told.append(lost))
     one.receive(0, [stored(TEXT)])
     one.receive(1, [removed(hashes_of(TEXT)[5:])])
-    assert cleared == []
+    assert told == []
     one.receive(2, [{"type": "AllBlocksCleared"}])
-    assert cleared == ["r"]
+    assert told == [True]
     one.receive(5, [])
-    assert cleared == ["r"] * 2
+    assert told == [True, False]
     assert not one.published(6)
     one.receive(6, [])
     one.published(0)
-    assert cleared == ["r"] * 3
+    assert told == [True, False, True]
+    one.receive(0, [{"type": "AllBlocksCleared"}], replayed=True)
+    assert told == [True, False, True, False], "an old clear says nothing of what the replica was sent since"
 
 
 def test_a_restart_clears_the_replica() -> None:

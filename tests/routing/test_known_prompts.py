@@ -87,7 +87,7 @@ def test_what_was_sent_without_its_tokens_is_remembered_by_its_bytes() -> None:
     known.learn(first, tokens(210))  # late
     found = known.find(second, NOW + 1)
     assert found is not None and found.held == {"r": 210} and len(found.tokens) == 210
-    known.removed("r")
+    known.interrupted("r", True)
     found = known.find(second, NOW + 1)
     assert found is not None and not found.held
     known.placed(second, 300, "r", NOW, by_keys=True)
@@ -117,7 +117,7 @@ def test_a_conversation_is_at_home_where_its_last_prompt_was_sent() -> None:
     assert home(chain("s" * 400, "u" * 400, "a" * 40, "w" * 40, "b", "c")) == "", "an edited message"
     assert home(chain("s" * 400, "v" * 40, "b", "c")) == "q", "the other one goes on, too"
     assert home(chain("s" * 400, "v" * 40, "b", "c"), NOW + 61) == ""
-    known.removed("q")
+    known.interrupted("q", True)
     assert home(chain("s" * 400, "v" * 40, "b", "c")) == ""
 
 
@@ -126,7 +126,7 @@ def test_a_replicas_count_is_exact() -> None:
     known = KnownPrompts()
     one = chain("s" * 400, "u" * 400)
     known.placed(one, 200, "r", NOW, by_keys=False)
-    known.counted(one, 123)
+    known.computed(one, 123, named=False)
     found = known.find(one, NOW)
     assert found is not None and (found.length, found.exact, found.held) == (123, True, {"r": 123})
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -77,7 +78,7 @@ class Replica:
 
 def read(log: KvEventLog, feed: KvEventFeed) -> None:
     for number, payload in log.since(feed.next):
-        feed.receive(number, decode_batch(payload) or [])
+        feed.receive(number, decode_batch(payload) or [], replayed=True)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -177,6 +178,57 @@ def test_requests_for_replays_do_not_stop_the_events(asking: tuple[KvEvents, zmq
         while asker.poll(200):
             answers += asker.recv_multipart()[-2] == REPLAY_END
     assert 0 < answers < 400
+
+
+class SlowSource:
+    """A replica's sockets, whose replayed messages come 4 seconds apart by the loop's clock, which it sets forward."""
+
+    def __init__(self, loop: FastLoop, messages: int) -> None:
+        self._loop, self._left, self.is_over = loop, list(range(messages)), asyncio.Event()
+
+    def socket(self, kind: int) -> SlowSource:
+        return self
+
+    def connect(self, endpoint: str) -> None: ...
+    def set_hwm(self, number: int) -> None: ...
+    def subscribe(self, topic: bytes) -> None: ...
+    def close(self, linger: int) -> None: ...
+    async def send_multipart(self, parts: list[bytes]) -> None: ...
+
+    async def poll(self, milliseconds: int) -> int:
+        self.is_over.set()
+        return await asyncio.Event().wait()
+
+    async def recv_multipart(self) -> list[bytes]:
+        self._loop.passed += 4
+        await asyncio.sleep(0.001)
+        payload = encode_batch(0.0, [BlockRemoved([b"k" * 32], None)])
+        return [b"", encode_number(self._left.pop(0)), payload] if self._left else [b"", REPLAY_END, b""]
+
+
+class FastLoop(asyncio.SelectorEventLoop):
+    """`passed`: seconds by which its clock is fast."""
+
+    passed = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.passed
+
+
+def test_a_replay_may_take_longer_than_one_message_may() -> None:
+    """A busy replica's replay goes on as long as its messages come: their number does not limit it."""
+
+    async def run() -> int:
+        feed = KvEventFeed(Directory(), "r", b"m", BLOCK)
+        context = SlowSource(cast(FastLoop, asyncio.get_running_loop()), 20)
+        task = asyncio.ensure_future(KvEventSubscription(cast(Any, context), feed, "tcp://x:1", "tcp://x:2").run())
+        await asyncio.wait((task, asyncio.ensure_future(context.is_over.wait())), return_when=asyncio.FIRST_COMPLETED)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return feed.next
+
+    with asyncio.Runner(loop_factory=FastLoop) as runner:
+        assert runner.run(run()) == 20
 
 
 STRANGER = """

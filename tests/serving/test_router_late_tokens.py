@@ -369,10 +369,10 @@ def test_a_turn_waits_if_only_the_length_of_the_one_before_is_known() -> None:
     chain, pool = prompt_chain(chat("one"), "m", Salt()), PoolOfSilence()
     assert chain is not None
     pool.known.placed(chain, 900, "r", clock(), by_keys=False)
-    pool.known.counted(chain, 1000)
+    pool.known.computed(chain, 1000, named=False)
     turn = chat("one", "ok", "two " * 5000)
     [there] = tokenized(pool, turn)
-    pool.known.removed("r")
+    pool.known.interrupted("r", True)
     [gone] = tokenized(pool, turn)
     assert there.held and not gone.held
     assert pool.asked == [(0, 0), (1000, 0)]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -28,12 +29,15 @@ from test_router_deaths import Mortals
 
 from foreword.api.stored_responses import StoredResponses
 from foreword.errors import NotFound
+from foreword.process_config import RouterConfig
+from foreword.router.replicas import clock
 from foreword.router.suspicious import Ask, AskDigests
 from foreword.router_extras.router_prefixes import NewPrefix, PrefixRegistry
 from foreword.router_extras.workers.bus import Told, WorkerBus
 from foreword.router_extras.workers.shared_quotas import SharedMemory
 from foreword.router_extras.workers.supervisor import Seat
-from foreword.router_extras.workers.worker_router import SharedSuspects
+from foreword.router_extras.workers.worker_router import SharedPool, SharedSuspects, SharedWorkers
+from foreword.routing.known_prompts import KnownPrefix, PromptChain
 
 CHAT = "/v1/chat/completions"
 ADMIN = "the key of the operator"
@@ -542,6 +546,42 @@ def test_attempts_that_end_free_the_others() -> None:
         flights[1].left()
         there.sent("c").served()
         assert (there.spare, here.spare) == (2, 1)
+
+    asyncio.run(run())
+
+
+def test_prompts_that_no_table_has_are_known_to_all(tmp_path: Path) -> None:
+    """A prompt that one worker has placed by its blocks is found by its bytes at the others, once no event names these blocks:
+    its tokens are wrong, although as many, or the events are late. Until then the table of blocks is believed."""
+    known = PromptChain(b"t", (b"1" * 16, b"2" * 16), (400, 800))
+
+    async def run() -> None:
+        routers = [SimpleNamespace(pools={}) for _ in range(2)]
+        seats = [Seat(number, 2, tmp_path, SharedMemory(), -1) for number in range(2)]
+        workers = [SharedWorkers(cast(Any, one), seat, lambda: None) for one, seat in zip(routers, seats, strict=True)]
+        pools = [SharedPool(one, "m", RouterConfig(), {}) for one in workers]
+        for router, pool, worker in zip(routers, pools, workers, strict=True):
+            router.pools["m"] = pool
+            await worker.bus.start()
+
+        def found() -> KnownPrefix | None:
+            return pools[1].known.find(known, clock())
+
+        async with asyncio.timeout(60):
+            while not all(worker.bus.connected for worker in workers):
+                await asyncio.sleep(0.01)
+            pools[0].known.placed(known, 200, "r", clock(), by_keys=True)
+            assert not pools[0].known.computed(known, 200, named=True)
+            while found() is None:
+                await asyncio.sleep(0.01)
+            await workers[0].settle()
+            assert found().held == {}  # type: ignore[union-attr]
+            assert pools[0].known.computed(known, 210, named=False)
+            while not found().held:  # type: ignore[union-attr]
+                await asyncio.sleep(0.01)
+        assert found().held == {"r": 210}  # type: ignore[union-attr]
+        for worker in workers:
+            await worker.bus.stop()
 
     asyncio.run(run())
 

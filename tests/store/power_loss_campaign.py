@@ -352,15 +352,17 @@ class Check:
             tier.counters.bad.clear()
 
     def _look(self, disk: DiskStore, sound: set[str]) -> None:
-        """Each whole block is found by lookups and by reads, and what is known from memory is so."""
+        """Each whole block is found by lookups and by reads, and what is known from memory is so. Erasures that are open go on
+        meanwhile, so what is known may be what is there before or after."""
         for frames in self._chains.values():
             names = names_of(frames)
             there = disk.present(names, deadline=soon())
             for one, found, data in zip(frames, there, read(disk, frames), strict=True):
                 if one.header.key.hex() in sound and not (found and data == bytes(one.data)):
                     self._row.missed += 1
-            for found, told in zip(there, disk.known(names), strict=True):
-                self._row.known += told is not None and told != found
+            known, later = disk.known(names), disk.present(names, deadline=soon())
+            for found, told, after in zip(there, known, later, strict=True):
+                self._row.known += told is not None and told not in (found, after)
                 self._row.notes["known"] += told is not None
 
     def _complete(self, instance: Instance) -> None:

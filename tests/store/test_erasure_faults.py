@@ -164,6 +164,7 @@ def test_a_folder_of_records_cannot_be_read(stack: ExitStack, tmp_path: Path, mo
         deny(denied, tmp_path / "records" / "prefixes=" / "model=")
         receipt = forget_tenant(store, ANN)
         assert not receipt.complete and outcomes(receipt) == {"disk": PlaceOutcome.UNREADABLE}
+        assert "a folder of records cannot be read" in receipt.open[0].reason
         assert receipt.records == [other] and not any(present(disk, mine))
     assert disk.get_record(RECORD, deadline=soon()) is not None
     again = forget_tenant(store, ANN)

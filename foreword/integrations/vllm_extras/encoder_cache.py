@@ -230,6 +230,9 @@ class EncoderReader:
 
     def __init__(self, vllm_config: Any, settings: ConnectorSettings) -> None:
         self._store = EncoderStore(vllm_config, settings)
+        # Read by another thread, the namespace changes at any time. It must not change while vLLM plans a step: what `has` has
+        # said to be there would be missing in `allocated`, and vLLM ends at an output that is missing.
+        self._model = self._store.model
         self._config = vllm_config
         self._patience = settings.store.lookup_timeout + min(settings.store.load_timeout, _READ_SECONDS)
         self._budget = settings.store.staging_bytes("cpu")
@@ -246,7 +249,9 @@ class EncoderReader:
         follow_engine(vllm_config, "reset_encoder_cache", self.reset)
         follow_engine(vllm_config, "collective_rpc", self.called_workers, before=True)
         self._pool.submit(self._store.describe, str(vllm_config.model_config.model))
-        self._pool.submit(self._store.follow)
+        self._followed = self._pool.submit(self._store.follow)
+        self._first_asked = 0.0
+        self._knows = False
 
     def ready(self, request: Any, computed: int) -> bool:
         """Start to read what the request's next step may need. Whether all of it was read, or is known to be missing."""
@@ -254,6 +259,8 @@ class EncoderReader:
         last = features[-1].mm_position
         if last.offset + last.length <= computed:
             return True
+        if not self._knows_namespaces():
+            return False
         ready = True
         for index, feature in enumerate(features):
             place = feature.mm_position
@@ -263,9 +270,19 @@ class EncoderReader:
                 ready = self._is_read(request, index) and ready
         return ready
 
+    def _knows_namespaces(self) -> bool:
+        """Whether the namespaces of these weights were read at the start. The first requests wait for that, within their
+        patience: under this server's own name they would miss, and their outputs would be compared with none."""
+        if not self._knows:
+            now = time.monotonic()
+            self._first_asked = self._first_asked or now
+            if self._followed.done() or now > self._first_asked + self._patience:
+                self._knows, self._model = True, self._store.model
+        return self._knows
+
     def _is_read(self, request: Any, index: int) -> bool:
         identifier = request.mm_features[index].identifier
-        name, size = self._name(request, index, self._store.model), self._size(request, index)
+        name, size = self._name(request, index, self._model), self._size(request, index)
         read = self._reads.get(identifier)
         if read is None or read.name != name:
             self._reads.pop(identifier, None)
@@ -307,7 +324,7 @@ class EncoderReader:
     def allocated(self, request: Any, index: int, *, saves: bool) -> None:
         """vLLM has allocated memory for an output: it will be loaded if it was read, else computed."""
         identifier = request.mm_features[index].identifier
-        name, read = self._name(request, index, self._store.model), self._reads.pop(identifier, None)
+        name, read = self._name(request, index, self._model), self._reads.pop(identifier, None)
         self._in_vllm.add(identifier)
         output = read.output if read is not None and read.name == name else None
         if output is not None:
@@ -322,7 +339,7 @@ class EncoderReader:
     def step(self, freed: list[str]) -> ForewordECMetadata:
         """The instructions for the step. `freed`: what vLLM drops from its own cache."""
         self._in_vllm.difference_update(freed)
-        found, self._next = self._next, ForewordECMetadata()
+        found, self._next, self._model = self._next, ForewordECMetadata(), self._store.model
         return found
 
     def reset(self) -> None:

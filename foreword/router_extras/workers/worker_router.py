@@ -286,6 +286,7 @@ class SharedWorkers(Workers):
         # Those at replicas that this worker does not know yet.
         self._early: dict[tuple[int, int], Sent] = {}
         self._handlers: dict[str, tuple[Callable[[Any], object], Callable[[], Iterable[Any]]]] = {}
+        self.on("computed", lambda told: self._computed(*told))
 
     def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Iterable[Any]] = tuple) -> None:
         self._handlers[kind] = handler, known
@@ -370,6 +371,12 @@ class SharedWorkers(Workers):
         pool.fleet_heard.sent(name, query, Decision(one.replica, (estimate,), "worker", prefill), one.now)
         self._running[other, one.name] = pool, name, upstream
         self._count(pool, upstream, 1)
+
+    def _computed(self, model: str, owner: bytes, links: list[bytes], sizes: list[int], tokens: int | None) -> None:
+        """A prompt of another worker is in no table of blocks."""
+        if (pool := self._pool(model)) is not None:
+            chain = PromptChain(owner, tuple(links), tuple(sizes))
+            KnownPrompts.computed(pool.known, chain, tokens, named=False)
 
     def find_places(self) -> None:
         """Count requests whose replicas this worker did not know when it heard of them."""
@@ -496,7 +503,7 @@ def _names(sent: Sent) -> list[bytes | str]:
 
 
 class SharedPrompts(KnownPrompts):
-    """Tells the other workers which prompts were placed."""
+    """Tells the other workers which prompts were placed, and which of them no table of blocks has."""
 
     bus: WorkerBus
     model: str
@@ -509,6 +516,12 @@ class SharedPrompts(KnownPrompts):
         super().placed(chain, tokens, replica, now, by_keys=by_keys)
         known = Known(self.model, chain.owner, chain.links, chain.sizes, tokens, replica, now, by_keys)
         self.bus.tell(known, later=True, names=chain.links[-1:])
+
+    def computed(self, chain: PromptChain, tokens: int | None, *, named: bool) -> bool:
+        news = super().computed(chain, tokens, named=named)
+        if news:  # the others believe it is named: a message for each prompt would cost them as much as its placement
+            self.bus.tell(Told("computed", (self.model, chain.owner, chain.links, chain.sizes, tokens)))
+        return news
 
 
 class SharedPool(ReplicaPool):
