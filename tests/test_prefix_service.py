@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -255,6 +256,58 @@ def test_names_that_were_removed_elsewhere_leave_their_budget(fails: bool) -> No
     here.add("more", "b" * 8, [5, 6])
     assert here.unpinned == [3, 4] and here.book.get("rules")
     assert here.kept.free == 0
+
+
+class _SlowStorage(Storage):
+    """Answers late whether a record exists."""
+
+    def __init__(self, shared: MemoryStore | None = None) -> None:
+        super().__init__(shared)
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def exists(self, name: str, salt: bytes) -> bool:
+        found = super().exists(name, salt)
+        self.asked.set()
+        assert self.go_on.wait(60)
+        return found
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_names_change_while_a_store_is_asked(again: bool) -> None:
+    """While a slow store is asked which names were removed elsewhere, others register and remove names. A version that was
+    registered meanwhile is not dropped."""
+    storage = _SlowStorage()
+    here, there = Instance(storage, budget=4), Instance(Storage(storage.shared))
+    here.add("rules", "a" * 8, [1, 2])
+    here.add("small", "s" * 4, [3])
+    there.look()
+    there.service.remove("rules")
+    refused = list[PrefixBudgetExceeded]()
+
+    def register() -> None:
+        try:
+            here.add("more", "b" * 12, [5, 6, 7])
+        except PrefixBudgetExceeded as error:
+            refused.append(error)
+
+    def change() -> None:
+        here.service.remove("small")
+        if again:
+            here.service.remove("rules")
+            here.add("rules", "r" * 8, [8, 9])
+
+    registering, changing = threading.Thread(target=register), threading.Thread(target=change)
+    registering.start()
+    assert storage.asked.wait(60)
+    changing.start()
+    changing.join(60)
+    waited = changing.is_alive()
+    storage.go_on.set()
+    registering.join(60)
+    changing.join(60)
+    assert not waited
+    assert (len(refused), here.book.version("rules", salt=b"")) == ((1, 1) if again else (0, 0))
+    assert [one.name for one in here.book.list()] == (["rules"] if again else ["more"])
 
 
 def test_a_store_that_cannot_list(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,8 +37,9 @@ _MAX_TENANTS = 4096
 # How long a request that names a known prefix waits for the store, and the first requests until it has told what is public.
 _KNOWN_NAME_WAIT = 0.25
 _FIRST_PUBLIC_WAIT = 2.0
-# Names whose records are looked for when the budget is spent.
+# Names whose records are looked for when the budget is spent, and seconds after which no further one is.
 _MOST_ASKED = 64
+_ASK_SECONDS = 5.0
 
 Result = TypeVar("Result")
 
@@ -159,20 +160,28 @@ class PrefixService:
     def _drop_removed(self) -> bool:
         """Drop names that other instances have removed. Their KV counts here until a listing shows it, for other tenants until
         they ask, for what was registered here just now some seconds. Returns whether there were any."""
-        dropped = False
-        # A store that fails is not asked again: others wait for the lock.
-        with self._changing, contextlib.suppress(StoreError):
+        if self._storage is None:
+            return False
+        dropped, until = False, time.monotonic() + _ASK_SECONDS
+        with contextlib.suppress(StoreError):  # a store that fails is not asked again
             largest = sorted(self.book.all(), key=lambda one: one[1].bytes, reverse=True)
             for salt, prefix in largest[:_MOST_ASKED]:
-                dropped |= self._dropped_if_removed(prefix, salt)
+                if time.monotonic() >= until:
+                    break
+                # Without the lock: a slow store would keep others from all names.
+                if not self._storage.exists(prefix.name, salt):
+                    dropped |= self._dropped(prefix, salt)
         return dropped
 
-    def _dropped_if_removed(self, prefix: NamedPrefix, salt: bytes) -> bool:
-        if self._storage is None or self._storage.exists(prefix.name, salt):
-            return False
-        self.book.remove(prefix.name, salt=salt)
-        self._marked(salt)
-        self._unpin_stored([prefix.tokens], salt)
+    def _dropped(self, prefix: NamedPrefix, salt: bytes) -> bool:
+        """Drop a version whose record has gone, unless it was removed or replaced since."""
+        with self._changing:
+            known = (one for one in self.book.list(salt=salt) if one.name == prefix.name)
+            if all((one.version, one.created) != (prefix.version, prefix.created) for one in known):
+                return False
+            self.book.remove(prefix.name, salt=salt)
+            self._marked(salt)
+            self._unpin_stored([prefix.tokens], salt)
         return True
 
     def repin(self, prefix: NamedPrefix, *, salt: bytes = b"") -> Registration:
