@@ -1,9 +1,7 @@
 """Measures the router's cost: the same streaming load sent straight to a server, through nginx, and through the router.
 
     python -m benchmarks.router.overhead [--rounds 4] [--streams 1000/0.1,2000/0.1,4000/0.2] [--events 16]
-        [--vllm-router COMMAND] [--beside CHECKOUT]
-
-        [--vllm-router COMMAND] [--apart SECONDS]
+        [--vllm-router COMMAND] [--apart SECONDS] [--beside CHECKOUT]
 
 The server behind is a small one that sends fixed events (`router/wire.py`), so that all that is seen is the way. The proxy has
 one core; server and clients share another, and what that core costs is seen in the straight way's figures. All contenders take
@@ -48,12 +46,12 @@ from benchmarks.router.wire import (
     Contender,
     Seen,
     Servers,
+    all_seconds,
     connected,
     many_files,
     nginx_version,
     settle_memory,
     start,
-    thread_seconds,
     wait_for,
 )
 
@@ -205,7 +203,7 @@ async def apart(one: Contender, figures: Figures, seconds: float, given: argpars
     if one.pid is None:
         return
     clients, ended = await connected(one.port, given.clients), 0
-    began, busy = time.monotonic(), thread_seconds(one.pid)
+    began, busy = time.monotonic(), all_seconds(one.pid)
 
     async def go_on(client: Client) -> None:
         nonlocal ended
@@ -219,7 +217,7 @@ async def apart(one: Contender, figures: Figures, seconds: float, given: argpars
 
     await asyncio.gather(*map(go_on, clients))
     figures.rates.append(ended / (time.monotonic() - began))
-    figures.cost.append((thread_seconds(one.pid) - busy) / max(ended, 1))
+    figures.cost.append((all_seconds(one.pid) - busy) / max(ended, 1))
     for client in clients:
         client.transport.close()
 

@@ -273,7 +273,7 @@ async def connected(port: int, count: int) -> list[Client]:
 
 # Contenders
 
-_TOKENIZER: str = str(Path(__file__).parents[2] / "foreword" / "models" / "stdlib-nano")
+_TOKENIZER = str(Path(__file__).parents[2] / "foreword" / "models" / "stdlib-nano")
 # Routers: name, the kind of servers, and settings.
 ROUTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("router, plain servers", "plain", ()),
@@ -307,24 +307,15 @@ def process_seconds(pid: int) -> float:
 
 
 def all_seconds(pid: int) -> float:
-    """The processor time of a process and its children so far, of all threads that run, as the scheduler counts it."""
-    return sum(int(one.read_text().split()[0]) for process in _tree(pid) for one in _tasks(process)) / 1e9
-
-
-def _tasks(pid: int) -> list[Path]:
-    return list(Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    """The processor time of a process and its children so far, of the threads that they have now: to the nanosecond."""
+    tasks = (task for process in _tree(pid) for task in Path(f"/proc/{process}/task").iterdir())
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def _tree(pid: int) -> Iterator[int]:
     yield pid
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         yield from _tree(int(child))
-
-
-def thread_seconds(pid: int) -> float:
-    """The same, of the threads that a process has now: to the nanosecond."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 class Servers:

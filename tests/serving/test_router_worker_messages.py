@@ -169,6 +169,20 @@ def test_what_a_worker_told_before_it_ended_is_handled_before_its_end(tmp_path: 
     run(tmp_path, work)
 
 
+def test_messages_that_cannot_be_read_end_their_connection_and_harm_no_request(tmp_path: Path) -> None:
+    """A request that hears messages which no worker of this version sends is placed all the same, what came with them in other
+    frames is handled, and the connection that they came on ends, as after any loss of messages."""
+
+    async def work(heard: Heard) -> None:
+        await heard.tell(First("no number", 1.0), later=True, names=[b"end"])  # type: ignore[arg-type]
+        await heard.tell(*firsts(2), later=True)
+        heard.second.hear([b"end"])
+        assert heard.told == firsts(2) and heard.second.failures == 1
+        await until(lambda: bool(heard.gone))
+
+    run(tmp_path, work)
+
+
 # Workers
 
 
@@ -301,5 +315,20 @@ def test_what_requests_wait_for_is_handled_at_once(tmp_path: Path, why: str) -> 
             assert not second.bus.deferred and sum(one.in_flight for one in second.pool.upstreams.values()) == 1
             if why == "a request waits":
                 waiting.cancel()
+
+    asyncio.run(work())
+
+
+def test_the_first_death_ends_the_waiting(tmp_path: Path) -> None:
+    """Where a replica has died of a request, the worker knows at once where else the same is asked: attempts that it had not
+    handled yet count."""
+
+    async def work() -> None:
+        async with workers(tmp_path) as (first, second):
+            await first.place(prompt_of(1), asked=b"same")
+            await until(lambda: bool(second.bus.deferred))
+            assert second.bus.handled == 0
+            second.router.suspects.accuse(b"same")
+            assert Ask(second.router.suspects, AskDigests(b"same", None), "again").spare == 1 and not second.bus.deferred
 
     asyncio.run(work())

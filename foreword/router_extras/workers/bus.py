@@ -177,7 +177,7 @@ class WorkerBus:
         self._later = True
         self._timer: asyncio.TimerHandle | None = None
         self.deferred: list[tuple[_Link, msgspec.Raw]] = []
-        # The names of `_Frame` of those messages, and their bytes.
+        # The names of `_Frame` of those messages, and the bytes of both.
         self._deciding = set[bytes | str]()
         self._deferred_bytes = 0
         self._handler: asyncio.TimerHandle | None = None
@@ -306,9 +306,9 @@ class WorkerBus:
             self._missed(number)
         self._processes[number] = process
 
-    def hear(self, names: Iterable[bytes | str]) -> None:
-        """Handle what has arrived now, if some of it decides where a request with one of these names goes."""
-        if self._deciding and not self._deciding.isdisjoint(names):
+    def hear(self, names: Iterable[bytes | str] | None) -> None:
+        """Handle what has arrived now, if some of it decides where a request with one of these names goes; None for any."""
+        if names is None or (self._deciding and not self._deciding.isdisjoint(names)):
             self._handle_all()
 
     def _handle_all(self) -> None:
@@ -320,14 +320,21 @@ class WorkerBus:
         if deferred:
             self.handled += 1
         for link, messages in deferred:
-            for one in decode_msgpack(memoryview(messages), list[Message]):
+            try:
+                found = decode_msgpack(memoryview(messages), list[Message])
+            except msgspec.DecodeError:  # what others have told, and the request that hears it, are not at fault
+                self.failures += 1
+                logger.exception("messages of worker %d cannot be read: their connection ends", link.number)
+                link.transport.abort()
+                continue
+            for one in found:
                 self._handle(link, one)
 
-    def _heard(self, link: _Link, frame: _Frame) -> None:
+    def _heard(self, link: _Link, frame: _Frame, size: int) -> None:
         if not link.calls:
             self.known.add(link.number)  # the first messages of its connection are all that it knows
         self.deferred.append((link, frame.messages))
-        self._deferred_bytes += len(memoryview(frame.messages))
+        self._deferred_bytes += size
         if not (frame.later and self._defers()) or self._deferred_bytes > _MOST_DEFERRED:
             self._handle_all()
             return
@@ -368,7 +375,8 @@ class WorkerBus:
 
 
 class _Link(asyncio.Protocol):
-    """An end of a connection. `begun`, at the end that is called, gets the number of the calling worker, and its process.
+    """An end of a connection. `heard` gets what is read together, and how many bytes it was; `begun`, at the end that is called,
+    the number of the calling worker, and its process.
 
     Attributes:
         calls: whether this end has begun the connection.
@@ -378,7 +386,7 @@ class _Link(asyncio.Protocol):
 
     def __init__(
         self,
-        heard: Callable[[_Link, _Frame], None],
+        heard: Callable[[_Link, _Frame, int], None],
         ended: Callable[[int], None],
         begun: Callable[[int, int], None] | None = None,
         number: int = -1,
@@ -408,7 +416,7 @@ class _Link(asyncio.Protocol):
                 break
             frame = decode_msgpack(bytes(kept[at + _LENGTH.size : end]), _Frame)
             at = end
-            self._read(self, frame)
+            self._read(self, frame, length)
         del kept[:at]
 
     def connection_lost(self, error: Exception | None) -> None:

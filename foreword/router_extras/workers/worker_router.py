@@ -302,7 +302,7 @@ class SharedWorkers(Workers):
         few = min(router.config.max_in_flight, router.config.max_waiting) < _MANY
         return not (few or suspected or any(pool.waiting for pool in router.pools.values()))
 
-    def hear(self, names: Iterable[bytes | str]) -> None:
+    def hear(self, names: Iterable[bytes | str] | None) -> None:
         """See `WorkerBus.hear`."""
         self.bus.hear(names)
 
@@ -579,6 +579,10 @@ class SharedSuspects(Suspects):
     def __contains__(self, key: bytes) -> bool:
         self._workers.hear((key,))
         return super().__contains__(key)
+
+    def accuse(self, key: bytes) -> None:
+        self._workers.hear(None)  # where else the same is asked; from now on nothing waits
+        super().accuse(key)
 
     def add(self, key: bytes, flight: Flight, *, whole: bool) -> None:
         super().add(key, flight, whole=whole)
