@@ -19,8 +19,10 @@ from benchmarks.harness import median, table
 from benchmarks.router import wire
 from benchmarks.router.wire import (
     ROUTERS,
+    STARTS,
     Broken,
     Client,
+    Seen,
     Servers,
     all_seconds,
     connected,
@@ -91,13 +93,14 @@ async def _events(
 ) -> Turns:
     """Seconds for an event, in windows of `given.window` seconds."""
     held: Mapping[Version, list[Client]] = {one: await connected(one.port, streams) for one in both}
-    waiting = []
+    clients, waiting = list[Client](), list[asyncio.Future[Seen]]()
     for number in range(streams):
         for one in both:
-            waiting.append(held[one][number].ask(one.port, pause=pause))
-        await asyncio.sleep(pause / streams)
+            clients.append(held[one][number])
+            waiting.append(clients[-1].ask(one.port, pause=pause))
+        await asyncio.sleep(max(pause / streams, len(both) / STARTS))
     async with asyncio.timeout(60):
-        while not all(client.number for clients in held.values() for client in clients):
+        while not all(client.number or asked.done() for client, asked in zip(clients, waiting, strict=True)):
             await asyncio.sleep(pause)
     turns = []
     for _ in range(given.rounds):
@@ -112,7 +115,7 @@ async def _events(
     await servers.end_streams()
     done = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60)
     failures += [str(error) for error in done if isinstance(error, BaseException)]
-    for client in (client for clients in held.values() for client in clients):
+    for client in clients:
         client.transport.close()
     return turns
 

@@ -16,7 +16,8 @@ many for server and clients on one core). Every event is numbered and carries th
 or out of order is a failure. About three minutes.
 
 With `--beside` another checkout of this repository takes turns with this one instead, and nothing else is measured: processor
-time per event of slow streams and per request of 16 and 256 events, of each of the three routers (`router/beside.py`).
+time per event of slow streams and per request of 16 and 256 events, of each of the three routers (`router/beside.py`). Both
+hold the streams at once: half as many as above are as many events.
 
 `--apart` is another measurement, in place of these: the processor time of a request whose events come alone, so many seconds
 apart, as those of a model do. Each contender has a turn in each round, and the ratio to `vllm-router` is that within a round.
@@ -41,6 +42,7 @@ from benchmarks.router import wire
 from benchmarks.router.beside import compare
 from benchmarks.router.wire import (
     REST_CORE,
+    STARTS,
     Broken,
     Client,
     Contender,
@@ -55,8 +57,6 @@ from benchmarks.router.wire import (
     wait_for,
 )
 
-# Streams that begin per second: less than any contender manages.
-STARTS = 500
 PATIENCE = 60.0
 # Those that hold thousands of streams; the others would tell the same again.
 RIVAL = "vllm-router, cache aware"
