@@ -1,8 +1,8 @@
 """The memory tier as the place that a device copies to and from (ring.py): no staging arena lies between, and no queue.
 
 A save reserves slots in the tier, in which the device writes whole frames, sealed; a thread publishes them when the copies have
-ended. Tiers behind it get the blocks from these slots, which are lent until they are written. A load copies lent slots; the
-device tells which frames were right. So a slot in flight is never evicted, and nothing is dropped because a buffer is small.
+ended. Tiers behind it get the blocks from these slots, which are lent until they are written, at most half of the tier: what is
+more is dropped for them. A load copies lent slots; the device tells which frames were right. A slot in flight is not evicted.
 
 All of that only with memory that is page-locked, and after a test on the device at the start: what it seals the host must find
 right, and what was changed must be found wrong. Until then, and where something is missing, blocks take the way through the

@@ -2,8 +2,8 @@
 
 The engine's thread calls it, and no call blocks; threads of this module wait for the stores. Whatever a store does:
 
-- A step never waits for a save. Saving copies blocks into the staging arena and returns. If the arena is full, the oldest
-  queued blocks that are not being written are dropped (`writer.py`).
+- A step never waits for a save. Saving copies blocks into the staging arena and returns. If the arena is full, the newest
+  queued blocks that a tier has already are dropped for the slower ones (`WriteBehind.drop_stored`).
 - A request waits no longer than a load can save. `policy.py` compares the measured bandwidth of each tier with the
   engine's measured prefill speed, and a load that turns out to be slower than computing is cut off.
 - No thread waits for the model, and the engine's thread waits for no copy. The blocks of a load are ordered behind the engine's

@@ -235,7 +235,7 @@ _TIERS: Final = (
     _one("foreword:tier_bytes", "Bytes of the blocks in a tier.", lambda of: of[1].bytes),
     _one("foreword:tier_budget_bytes", "Size limit of a tier; 0 if it sets none.", lambda of: of[1].budget),
     _one("foreword:tier_blocks", "Blocks in a tier; -1 if it does not count them.", lambda of: of[1].blocks),
-    _one("foreword:tier_pinned_bytes", "Bytes of blocks that named prefixes pin.", lambda of: of[1].pinned_bytes),
+    _one("foreword:tier_pinned_bytes", "Bytes of the pinned blocks in a tier.", lambda of: of[1].pinned_bytes),
     _one(
         "foreword:tier_suspended",
         "1 while a tier is not read: an audit found a wrong block that came from it.",

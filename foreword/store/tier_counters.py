@@ -81,7 +81,7 @@ class TierCounters:
     skipped: int = counted("Calls not made: the circuit breaker was open.", "calls", "tier_skipped")
     errors: Counter[str] = counted("Failed calls.", "calls", "tier_errors", by="kind", summed=True)
     bad: Counter[str] = counted(
-        "Blocks that failed verification; removed and not used.",
+        "Blocks that failed verification, and were not used.",
         *("blocks", "tier_bad_blocks", "corrupt_blocks"),
         by="kind",
         summed=True,
