@@ -375,8 +375,8 @@ class WorkerBus:
 
 
 class _Link(asyncio.Protocol):
-    """An end of a connection. `heard` gets what is read together, and how many bytes it was; `begun`, at the end that is called,
-    the number of the calling worker, and its process.
+    """An end of a connection. `heard` gets what is read together, and how many bytes it was; `begun`, at the end that is
+    called, the number of the calling worker, and its process.
 
     Attributes:
         calls: whether this end has begun the connection.
