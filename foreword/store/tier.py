@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreHung, StoreReadOnly, StoreTimeout, StoreUnavailable
-from foreword.store.background import divide
+from foreword.store.background import divide, renew_in_child
 from foreword.store.base import (
     BAD,
     FAILED,
@@ -77,6 +77,11 @@ class StoreTier(StoreGuard):
         self._refusal = store.refusal
         self._set_aside: dict[Name, float] = {}
         self._unread = 0  # reads in succession in which the device gave no block
+        self.after_fork()
+        renew_in_child(self)
+
+    def after_fork(self) -> None:
+        """A forked child has none of the deletions that run in its parent, and would wait for their ends in vain."""
         # Running deletions that a block may be stored behind: until when it waits for them, and what they delete.
         self._deleting: dict[threading.Event, tuple[float, Collection[Name]]] = {}
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from foreword.errors import StoreConfigError, StoreTimeout
-from foreword.store.background import renew_in_child
 from foreword.store.base import Name, Store
 from foreword.store.deferred_writes import DeferredWrites
 from foreword.store.frame import HEADER_BYTES, Frame, Header
@@ -147,10 +146,9 @@ class RuledTier(StoreTier):
         self.deferred = DeferredWrites(rule.hold, self.admission.refused)
         self.counters.refused = self.admission.refused
         self.selective, self.defers = True, bool(rule.hold)
-        self.after_fork()
-        renew_in_child(self)
 
     def after_fork(self) -> None:
+        super().after_fork()
         self._writing_deferred = threading.Lock()
 
     @property

@@ -316,17 +316,18 @@ class StoreGuard:
         except StoreError:
             return default
 
-    def ask(self, call: Callable[[], Result], deadline: float | None = None) -> Result:
+    def ask(self, call: Callable[[], Result], deadline: float | None = None, *, tells: bool = True) -> Result:
         """Make a call of the store, unless the circuit breaker is open. Raises StoreError.
 
-        With a deadline, the call is made on a thread of the tier, and fails if it does not return by then.
+        With a deadline, the call is made on a thread of the tier, and fails if it does not return by then. `tells`: whether a
+        failure says that the store does not work; otherwise it is only counted.
         """
         if not self._admits(inline=deadline is None):
             raise StoreUnavailable(f"tier {self.label} is not used for now")
         try:
             result = call() if deadline is None else self.call(call, deadline)
         except Exception as error:
-            self._failed(error)
+            (self._failed if tells else self.count_error)(error)
             raise error if isinstance(error, StoreError) else StoreUnavailable(type(error).__name__) from error
         self._succeeded()
         return result

@@ -367,13 +367,14 @@ class TieredStore(Store):
         failed: Callable[[], object] = lambda: None,
     ) -> int:
         """Pin or unpin blocks in every writable tier. Returns the largest number of one tier. `failed` is called for each that
-        fails: what it has of them is not pinned."""
+        fails: what it has of them is not pinned. That opens no circuit breaker: pins are tried again and again, and a tier that
+        is full, read-only or making its index can be read."""
 
         def in_tier(tier: StoreTier) -> int:
             if pinned:
                 tier.write_deferred(deadline, everything=True)
             try:
-                return tier.ask(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), deadline)
+                return tier.ask(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), deadline, tells=False)
             except StoreError:
                 failed()
                 return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -12,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import in_child
 
 from foreword.conformance import Fault, FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
-from foreword.errors import StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
+from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from foreword.store.base import Name, Store
 from foreword.store.disk.files import RecordFiles
 from foreword.store.memory.memory_store import MemoryStore
@@ -226,6 +229,51 @@ def test_the_circuit_breaker_skips_a_failing_tier(tiers: Tiers, caplog: pytest.L
     opened, closed = caplog.records
     assert opened.levelname == "WARNING" and tier.label in opened.message and "repeated errors" in opened.message
     assert closed.levelname == "INFO" and closed.message == f"tier {tier.label} works again"
+
+
+@pytest.mark.parametrize("error", [StoreFull, StoreReadOnly, StoreUnavailable])
+def test_pins_that_fail_open_no_circuit(tiers: Tiers, error: type[StoreError]) -> None:
+    """A tier that is full, read-only or making its index fails to pin again and again, and is read as before. Each failure is
+    told, and counted as an error."""
+    frames = make_frames(3, 4, PAYLOAD)
+    put_all(tiers.store, frames)
+    tiers.clock.now += 1
+    failures: list[None] = []
+    tiers.slow.fail_next(5, lambda: error("it takes no pins"))
+    for _ in range(5):
+        assert tiers.store.pin(names_of(frames), deadline=soon(), failed=lambda: failures.append(None)) == 4
+    tier = tiers.store.tiers[1]
+    assert len(failures) == sum(tier.counters.errors.values()) == 5
+    assert tier.breaker.closed and tier.answers
+    assert tier.lookup(names_of(frames), soon())[0] == 4
+
+
+def test_a_child_does_not_wait_for_deletions_of_its_parent() -> None:
+    """A child that is forked while a tier of its parent deletes a block stores it: that deletion ends in the parent only."""
+    deleting, go_on, frames = threading.Event(), threading.Event(), make_frames(1, 2, PAYLOAD)
+
+    class Slow(MemoryStore):
+        def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+            deleting.set()
+            assert go_on.wait(60)
+            return super().delete(names, deadline=deadline)
+
+    store = TieredStore([Slow(1 << 20)])
+    tier = store.tiers[0]
+    deletion = threading.Thread(target=tier.delete_unneeded, args=(names_of(frames), lambda name: True, math.inf))
+    deletion.start()
+    assert deleting.wait(60) and tier.deletes(names_of(frames))
+
+    def child() -> None:
+        signal.alarm(30)  # ends it: the put would wait for a thread that there is not
+        assert not tier.deletes(names_of(frames))
+        assert tier.put(frames, soon(1000)) == 2
+
+    code = in_child(child)
+    go_on.set()
+    deletion.join(60)
+    assert code == 0
+    store.close()
 
 
 def test_the_pause_grows() -> None:
