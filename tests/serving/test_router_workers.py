@@ -520,7 +520,10 @@ class Linked:
     def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Any] = tuple) -> None:
         self._handlers[kind] = handler
 
-    def tell(self, kind: str, content: Any, *, urgent: bool = True) -> None:
+    def hear(self, names: Any) -> None:
+        """Nothing waits here."""
+
+    def tell(self, kind: str, content: Any, **how: Any) -> None:
         for one in self._all:
             if one is not self:
                 one._handlers[kind](content)
@@ -553,7 +556,7 @@ def test_prompts_that_no_table_has_are_known_to_all(tmp_path: Path) -> None:
     known = PromptChain(b"t", (b"1" * 16, b"2" * 16), (400, 800))
 
     async def run() -> None:
-        routers = [SimpleNamespace(pools={}) for _ in range(2)]
+        routers = [SimpleNamespace(pools={}, suspects=None, config=RouterConfig()) for _ in range(2)]
         seats = [Seat(number, 2, tmp_path, SharedMemory(), -1) for number in range(2)]
         workers = [SharedWorkers(cast(Any, one), seat, lambda: None) for one, seat in zip(routers, seats, strict=True)]
         pools = [SharedPool(one, "m", RouterConfig(), {}) for one in workers]
