@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import re
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,10 @@ class Process:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    """A port that is free, and none of those that the system gives out itself: a vLLM takes minutes until it listens."""
+    while True:
+        with suppress(OSError), socket.create_server(("", random.SystemRandom().randrange(10_000, 32_000))) as found:
+            return int(found.getsockname()[1])
 
 
 @contextmanager

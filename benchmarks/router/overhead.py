@@ -1,7 +1,7 @@
 """Measures the router's cost: the same streaming load sent straight to a server, through nginx, and through the router.
 
     python -m benchmarks.router.overhead [--rounds 4] [--streams 1000/0.1,2000/0.1,4000/0.2] [--events 16]
-        [--vllm-router COMMAND] [--apart SECONDS]
+        [--vllm-router COMMAND] [--apart SECONDS] [--beside CHECKOUT]
 
 The server behind is a small one that sends fixed events (`router/wire.py`), so that all that is seen is the way. The proxy has
 one core; server and clients share another, and what that core costs is seen in the straight way's figures. All contenders take
@@ -14,6 +14,10 @@ Four parts: requests one by one; a steady rate (open loop, exponential pauses); 
 side: 1000/0.1 are 1,000 streams with an event every 0.1 seconds each (much more than 20,000 events per second in all are too
 many for server and clients on one core). Every event is numbered and carries the time it was sent: one that is missing, doubled
 or out of order is a failure. About three minutes.
+
+With `--beside` another checkout of this repository takes turns with this one instead, and nothing else is measured: processor
+time per event of slow streams and per request of 16 and 256 events, of each of the three routers (`router/beside.py`). Both
+hold the streams at once: half as many as above are as many events.
 
 `--apart` is another measurement, in place of these: the processor time of a request whose events come alone, so many seconds
 apart, as those of a model do. Each contender has a turn in each round, and the ratio to `vllm-router` is that within a round.
@@ -29,29 +33,30 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvloop
 
 from benchmarks.harness import machine, median, set_up, table, version_of
 from benchmarks.router import wire
+from benchmarks.router.beside import compare
 from benchmarks.router.wire import (
     REST_CORE,
+    STARTS,
     Broken,
     Client,
     Contender,
     Seen,
     Servers,
+    all_seconds,
     connected,
     many_files,
     nginx_version,
     settle_memory,
     start,
-    thread_seconds,
     wait_for,
 )
 
-# Streams that begin per second: less than any contender manages.
-STARTS = 500
 PATIENCE = 60.0
 # Those that hold thousands of streams; the others would tell the same again.
 RIVAL = "vllm-router, cache aware"
@@ -85,6 +90,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--window", type=float, default=4.0, help="seconds that slow streams are looked at")
     parser.add_argument("--events", type=int, default=wire.EVENTS, help="of a stream, but for the slow ones")
     parser.add_argument("--vllm-router", help="the program of the package vllm-router; without it that row is left out")
+    parser.add_argument("--beside", type=Path, help="another checkout, with which this one takes turns")
     parser.add_argument("--apart", type=float, metavar="SECONDS", help="only requests whose events come so far apart")
     parser.add_argument("--only", default="", help="contenders whose name contains this, and the straight way")
     given = parser.parse_args()
@@ -102,6 +108,9 @@ def main() -> int:
     versions = {"aiohttp": version_of("aiohttp"), "uvloop": version_of("uvloop"), "nginx": nginx_version()}
     print(set_up(machine() | versions), flush=True)
     servers = Servers()
+    if given.beside is not None:
+        settle_memory()
+        return int(uvloop.run(compare(servers, given)) > 0)
     with ExitStack() as stack:
         contenders = [
             one for one in start(stack, servers, given.vllm_router) if given.only in one.name or one.pid is None
@@ -194,7 +203,7 @@ async def apart(one: Contender, figures: Figures, seconds: float, given: argpars
     if one.pid is None:
         return
     clients, ended = await connected(one.port, given.clients), 0
-    began, busy = time.monotonic(), thread_seconds(one.pid)
+    began, busy = time.monotonic(), all_seconds(one.pid)
 
     async def go_on(client: Client) -> None:
         nonlocal ended
@@ -208,7 +217,7 @@ async def apart(one: Contender, figures: Figures, seconds: float, given: argpars
 
     await asyncio.gather(*map(go_on, clients))
     figures.rates.append(ended / (time.monotonic() - began))
-    figures.cost.append((thread_seconds(one.pid) - busy) / max(ended, 1))
+    figures.cost.append((all_seconds(one.pid) - busy) / max(ended, 1))
     for client in clients:
         client.transport.close()
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -32,6 +33,8 @@ import uvloop
 
 EVENTS = 16
 PROXY_CORE, REST_CORE = 0, 1
+# Streams that begin per second: less than any contender manages.
+STARTS = 500
 _EVENT = re.compile(rb'"text": ?" (\d+) ([\d.]+)"[^\n]*?"finish_reason": ?(null|"length")')
 _END = b"0\r\n\r\n"
 _numbers = itertools.count()
@@ -272,6 +275,14 @@ async def connected(port: int, count: int) -> list[Client]:
 
 # Contenders
 
+_TOKENIZER = str(Path(__file__).parents[2] / "foreword" / "models" / "stdlib-nano")
+# Routers: name, the kind of servers, and settings.
+ROUTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("router, plain servers", "plain", ()),
+    ("router, vLLM, own tokenizer", "vllm", ("--tokenizer", _TOKENIZER)),
+    ("router, vLLM, /tokenize", "vllm", ()),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -297,10 +308,16 @@ def process_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def thread_seconds(pid: int) -> float:
-    """The same, of the threads that a process has now: to the nanosecond."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
+def all_seconds(pid: int) -> float:
+    """The processor time of a process and its children so far, of the threads that they have now: to the nanosecond."""
+    tasks = (task for process in _tree(pid) for task in Path(f"/proc/{process}/task").iterdir())
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def _tree(pid: int) -> Iterator[int]:
+    yield pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield from _tree(int(child))
 
 
 class Servers:
@@ -342,13 +359,8 @@ def start(stack: ExitStack, servers: Servers, rival: str | None = None) -> list[
         process, port = _vllm_router(rival, behind["vllm"])
         stack.callback(end_process, process)
         found.append(Contender("vllm-router, cache aware", port, process.pid))
-    tokenizer = str(Path(__file__).parents[2] / "foreword" / "models" / "stdlib-nano")
-    for name, kind, flags in (
-        ("router, plain servers", "plain", []),
-        ("router, vLLM, own tokenizer", "vllm", ["--tokenizer", tokenizer]),
-        ("router, vLLM, /tokenize", "vllm", []),
-    ):
-        process, port = _router(behind[kind], *flags)
+    for name, kind, flags in ROUTERS:
+        process, port = start_router(behind[kind], *flags)
         stack.callback(end_process, process)
         found.append(Contender(name, port, process.pid))
     return found
@@ -375,12 +387,18 @@ def nginx_version() -> str:
     return subprocess.run([found, "-v"], capture_output=True, text=True).stderr.strip() if found else "absent"
 
 
-def _router(ports: list[int], *flags: str) -> tuple[subprocess.Popen[bytes], int]:
+def start_router(
+    ports: list[int], *flags: str, checkout: Path | None = None, pinned: bool = True
+) -> tuple[subprocess.Popen[bytes], int]:
+    """A router in front of servers on these ports, and its own port. `checkout`: the folder with its code, if not this one."""
     port = free_port()
     named = [word for one in ports for word in ("--replica", f"http://127.0.0.1:{one}")]
     limits = ["--max-waiting", "100000", "--max-in-flight", "100000", "--log-level", "warning"]
     command = [sys.executable, "-m", "foreword", "route", "--port", str(port), *named, *limits, *flags]
-    return _pinned(command), port
+    if checkout is None:
+        return (_pinned(command) if pinned else subprocess.Popen(command)), port
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    return _pinned(command, cwd=checkout, env=environment), port
 
 
 def _vllm_router(rival: str, ports: list[int]) -> tuple[subprocess.Popen[bytes], int]:
@@ -391,8 +409,8 @@ def _vllm_router(rival: str, ports: list[int]) -> tuple[subprocess.Popen[bytes],
     return _pinned([*command, "--worker-urls", *named]), port
 
 
-def _pinned(command: list[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {PROXY_CORE}))
+def _pinned(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, preexec_fn=lambda: os.sched_setaffinity(0, {PROXY_CORE}), **options)
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:

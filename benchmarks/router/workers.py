@@ -16,12 +16,9 @@ import argparse
 import asyncio
 import itertools
 import os
-import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import uvloop
 
@@ -29,11 +26,12 @@ from benchmarks.harness import machine, median, set_up, table
 from benchmarks.router.wire import (
     Client,
     Servers,
+    all_seconds,
     connected,
     end_process,
-    free_port,
     many_files,
     settle_memory,
+    start_router,
     wait_for,
 )
 
@@ -53,31 +51,12 @@ def main() -> int:
     with ExitStack() as stack:
         routers: dict[int, tuple[int, int]] = {}
         for count in map(int, given.workers.split(",")):
-            process, port = start(servers.ports["vllm"], count)
+            process, port = start_router(servers.ports["vllm"], "--workers", str(count), pinned=False)
             stack.callback(end_process, process)
             routers[count] = process.pid, port
         uvloop.run(measure(routers, given))
     print(set_up({"load afterwards": " ".join(f"{one:.1f}" for one in os.getloadavg())}))
     return 0
-
-
-def start(ports: list[int], workers: int) -> tuple[subprocess.Popen[bytes], int]:
-    port = free_port()
-    named = [word for one in ports for word in ("--replica", f"http://127.0.0.1:{one}")]
-    limits = ["--max-waiting", "100000", "--max-in-flight", "100000", "--log-level", "error"]
-    command = [
-        sys.executable,
-        "-m",
-        "foreword",
-        "route",
-        "--port",
-        str(port),
-        "--workers",
-        str(workers),
-        *named,
-        *limits,
-    ]
-    return subprocess.Popen(command), port
 
 
 async def measure(routers: dict[int, tuple[int, int]], given: argparse.Namespace) -> None:
@@ -90,9 +69,9 @@ async def measure(routers: dict[int, tuple[int, int]], given: argparse.Namespace
     for number, (count, many) in itertools.product(range(given.rounds), itertools.product(routers, clients)):
         turn = list(routers)[::-1][list(routers).index(count)] if number % 2 else count
         pid, port = routers[turn]
-        before = seconds(pid)
+        before = all_seconds(pid)
         await send(port, many, given.requests)
-        costs[turn, many].append((seconds(pid) - before) / given.requests)
+        costs[turn, many].append((all_seconds(pid) - before) / given.requests)
     rows, first = [], next(iter(routers))
     for count, many in itertools.product(routers, clients):
         found = median(costs[count, many])
@@ -117,21 +96,6 @@ async def send(port: int, clients: int, requests: int) -> None:
     await asyncio.gather(*map(go_on, connections))
     for client in connections:
         client.transport.close()
-
-
-def seconds(pid: int) -> float:
-    """The processor time of a process and its children so far, of all threads."""
-    return sum(int(one.read_text().split()[0]) for process in tree(pid) for one in tasks(process)) / 1e9
-
-
-def tasks(pid: int) -> list[Path]:
-    return list(Path(f"/proc/{pid}/task").glob("*/schedstat"))
-
-
-def tree(pid: int) -> Iterator[int]:
-    yield pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        yield from tree(int(child))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Log-probabilities in the formats of OpenAI's completions and chat."""
+"""Log-probabilities of tokens with their texts, and in the format of OpenAI's completions."""
 
 from __future__ import annotations
 
@@ -44,20 +44,6 @@ def _entry(tokenizer: Tokenizer, one: TokenLogprob) -> TokenEntry:
 
 def _named(tokenizer: Tokenizer, token: int, logprob: float) -> tuple[str, float, bytes]:
     return name_of(tokenizer, token), max(logprob, IMPOSSIBLE), tokenizer.token_bytes(token)
-
-
-def for_chat(found: Sequence[TokenEntry]) -> dict[str, Any]:
-    """The `logprobs` of a chat choice."""
-    return {"content": [_chat_entry(entry) for entry in found], "refusal": None}
-
-
-def _chat_entry(entry: TokenEntry) -> dict[str, Any]:
-    top = [_chat_token(*one) for one in entry.top]
-    return {**_chat_token(entry.text, entry.logprob, entry.raw), "top_logprobs": top}
-
-
-def _chat_token(text: str, logprob: float | None, raw: bytes) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(raw)}
 
 
 class Offsets:

@@ -17,7 +17,7 @@ from foreword.blocks.retention import Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest, ForewordError
 from foreword.request_errors import EngineFailed, GrammarTooComplex, RequestFailed
-from foreword.tokens.stops import ReasoningSpan
+from foreword.tokens.reasoning_stops import ReasoningSpan
 from foreword.tokens.structured_output import StructuredOutput
 from foreword.tokens.token_logprob import MAX_LOGPROBS, TokenLogprob
 

@@ -16,6 +16,7 @@ from foreword.blocks.prefix_cache import BlockTable, Copy
 from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV
 from foreword.engine.prompt_leases import PromptLeases
 from foreword.engine.request import CacheReport, Request, SamplingParams
+from foreword.tokens.reasoning_stops import stop_finder
 from foreword.tokens.stops import StopFinder
 from foreword.tokens.token_logprob import TokenLogprob
 
@@ -193,7 +194,7 @@ class OutputText:
         self._stream = tokenizer.stream(request.tokens, skip_special_tokens=params.skip_special_tokens)
         self._stops: StopFinder | None = None
         if strings := params.stop_strings:
-            self._stops = StopFinder(strings, include=params.include_stop, reasoning=params.reasoning)
+            self._stops = stop_finder(strings, include=params.include_stop, reasoning=params.reasoning)
         self._least, self._tokens = params.min_tokens, 0
 
     def push(self, token: int) -> tuple[str, str | None]:

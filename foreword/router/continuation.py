@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from foreword.api import logprobs
 from foreword.api.dialects.answer_reader import AnswerChoice, Logprobs
 from foreword.api.request import GenerateRequest
+from foreword.api.token_entry import for_chat
 from foreword.request_errors import ReplicaFailed
 from foreword.router.replica_body import ROUTER_FIELDS, is_repeatable
 from foreword.tokens.stops import StopFinder
@@ -135,7 +135,7 @@ class ContinuedResponse:
         if not entries:
             return None
         if self._chat:
-            return logprobs.for_chat([replace(entry, top=entry.top[: self._top]) for entry in entries])
+            return for_chat([replace(entry, top=entry.top[: self._top]) for entry in entries])
         offsets = [offset + self._offset for offset in found.text_offset[skipped:]]
         tops = None if found.top_logprobs is None else found.top_logprobs[skipped:]
         columns = {"tokens": found.tokens[skipped:], "token_logprobs": found.token_logprobs[skipped:]}

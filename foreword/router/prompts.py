@@ -269,9 +269,8 @@ class PromptTokenizer:
                 self._cache.put(name, tokens)
         elif tokens is None:
             pending = self._tokenize_once(name, partial(self._tokenize, request, prompt, data, replicas))
-            seconds = None if local or needed else _worth(pool, len(data), found)
             # The first request may be cancelled while others still wait.
-            await asyncio.wait((pending,), timeout=seconds)
+            await _ended(pending, None if local or needed else _worth(pool, len(data), found))
             if not pending.done():
                 if chain is not None:
                     pending.add_done_callback(partial(_learn_late, pool.known, chain))
@@ -316,12 +315,12 @@ class PromptTokenizer:
     # Internals
 
     def _tokenize_once(
-        self, name: bytes, tokenize: Callable[[], Coroutine[Any, Any, array[int] | None]]
+        self, name: bytes, tokenize: Callable[[], asyncio.Future[array[int] | None]]
     ) -> asyncio.Future[array[int] | None]:
         """Concurrent requests with the same prompt share one call, which goes on when they do not wait any more."""
         pending = self._pending.get(name)
         if pending is None:
-            pending = self._pending[name] = shared(tokenize())
+            pending = self._pending[name] = tokenize()
             pending.add_done_callback(partial(self._tokenized, name))
         return pending
 
@@ -330,19 +329,19 @@ class PromptTokenizer:
         if not pending.cancelled() and pending.exception() is None and (tokens := pending.result()) is not None:
             self._cache.put(name, tokens)
 
-    async def _tokenize(
+    def _tokenize(
         self, request: GenerateRequest, prompt: str | None, data: bytes, replicas: Sequence[Upstream]
-    ) -> array[int] | None:
+    ) -> asyncio.Future[array[int] | None]:
         if not replicas:
-            return await self._work.run(len(data), self._tokenize_locally, request, prompt)
+            return shared(self._work.run(len(data), self._tokenize_locally, request, prompt))
         asks = [partial(self._ask, upstream, data) for upstream in replicas[:_MAX_ASKED]]
-        return await _first_answer(asks, _HEDGE_SECONDS)
+        return FirstAnswer(asks, _HEDGE_SECONDS, self._timeout).answer
 
     async def _ask(self, upstream: Upstream, data: bytes) -> array[int] | None:
         """The tokens that a replica makes of a prompt; None if it does not say."""
         assert upstream.info is not None and upstream.info.tokenize_path is not None
         try:
-            found = await self._post(upstream, upstream.info.tokenize_path, data, self._timeout)
+            found = await self._post(upstream, upstream.info.tokenize_path, data, None)
             return array("I", found["tokens"]) or None
         except (*CONNECTION_ERRORS, ReplicaFailed, KeyError, TypeError, ValueError, OverflowError):
             return None
@@ -382,7 +381,7 @@ class PromptTokenizer:
             raise ReplicaFailed(f"{upstream.url}{path} returned an unexpected body")
         return text
 
-    async def _post(self, upstream: Upstream, path: str, data: bytes, seconds: float) -> dict[str, Any]:
+    async def _post(self, upstream: Upstream, path: str, data: bytes, seconds: float | None) -> dict[str, Any]:
         headers = {**self._headers, "content-type": "application/json"}
         limit = aiohttp.ClientTimeout(total=seconds)
         async with self._session.post(upstream.url + path, data=data, headers=headers, timeout=limit) as response:
@@ -422,26 +421,69 @@ def _checked(text: str, sent: str) -> str:
     return text
 
 
-async def _first_answer(
-    asks: Sequence[Callable[[], Coroutine[Any, Any, array[int] | None]]], after: float
-) -> array[int] | None:
-    """The first answer that there is. Each is asked `after` seconds after the one before, or once those before have failed."""
-    running: set[asyncio.Task[array[int] | None]] = set()
-    left = list(asks)
-    try:
-        while left or running:
-            if left:
-                running.add(background(left.pop(0)(), "tokenizing"))
-            done, running = await asyncio.wait(
-                running, timeout=after if left else None, return_when=asyncio.FIRST_COMPLETED
-            )
-            for one in done:
-                if (found := one.result()) is not None:
-                    return found
-        return None
-    finally:
-        for one in running:
+class FirstAnswer:
+    """Asks in order: each `after` seconds after the one before, or once those before have failed. What is not needed is
+    cancelled.
+
+    Attributes:
+        answer: the first that there is; None if all have failed, or after `limit` seconds.
+    """
+
+    def __init__(
+        self, asks: Sequence[Callable[[], Coroutine[Any, Any, array[int] | None]]], after: float, limit: float
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.answer: asyncio.Future[array[int] | None] = self._loop.create_future()
+        self._left, self._after = list(asks), after
+        self._running: set[asyncio.Task[array[int] | None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._limit = self._loop.call_later(limit, self._end, None)
+        self._ask()
+
+    def _ask(self) -> None:
+        task = background(self._left.pop(0)(), "tokenizing")
+        self._running.add(task)
+        task.add_done_callback(self._asked)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._after, self._ask) if self._left else None
+
+    def _asked(self, task: asyncio.Task[array[int] | None]) -> None:
+        self._running.discard(task)
+        if self.answer.done():
+            return
+        found = None if task.cancelled() or task.exception() is not None else task.result()
+        if found is None and self._left:
+            self._ask()
+        elif found is not None or not self._running:
+            self._end(found)
+
+    def _end(self, found: array[int] | None) -> None:
+        self.answer.set_result(found)
+        self._limit.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for one in self._running:
             one.cancel()
+
+
+async def _ended(pending: asyncio.Future[Any], seconds: float | None) -> None:
+    """Wait for a future of several, at most so long. `asyncio.wait` does the same for any number of them, in far more steps."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = None if seconds is None else loop.call_later(seconds, wake)
+    pending.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        pending.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
 
 
 def _worth(pool: TokenizingPool, size: int, found: KnownPrefix | None) -> float:

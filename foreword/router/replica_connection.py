@@ -28,6 +28,9 @@ class ReplicaConnection(ResponseHandler):
         super().set_response_params(**params)
 
     def data_received(self, data: bytes) -> None:
+        if self._parser is None and self.transport is not None:  # before the first request: the answer to none
+            self.transport.close()
+            return
         super().data_received(data)
         if self.taking is None:
             return

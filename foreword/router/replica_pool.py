@@ -40,6 +40,7 @@ from foreword.routing.sessions import SessionTable
 logger = logging.getLogger(__name__)
 
 _DEFAULT_BLOCK_SIZE: Final = 16
+_LEARN_SECONDS: Final = 0.01  # between two requests from which a replica's costs are learned
 _MOST_SERVED: Final = 4096
 _SESSION_SECONDS: Final = 3600.0  # that an idle session keeps its replica
 # Reasons with this prefix are temporary: requests wait for the replica.
@@ -515,15 +516,22 @@ class ReplicaPool:
         if not attempt.prompt.tokens or attempt.prefill is not None:
             # Nothing was expected, or the number includes what came from the prefill replica.
             cached = None
-        guessed = attempt.first_token_timer is not None
+        now, guessed = clock(), attempt.first_token_timer is not None
         if attempt.flight is not None:
             attempt.flight.served()
         try:
             if guessed:
-                self.fleet.first_token(attempt.id, clock())
-            self.fleet.finished(attempt.id, clock(), cached_tokens=cached, output_tokens=output, guessed=guessed)
+                self.fleet.first_token(attempt.id, now)
+            known = guessed or (self.fleet.on_finished is None and self._has_learned(attempt.upstream.url, now))
+            self.fleet.finished(attempt.id, now, cached_tokens=cached, output_tokens=output, guessed=known)
         finally:
             self._release(attempt)
+
+    def _has_learned(self, url: str, now: float) -> bool:
+        """Whether a replica's costs are those of a request that ended just now. Learning takes more than placing does, and a
+        hundred requests a second show as much as all."""
+        replica = self.fleet.replicas.get(url)
+        return replica is not None and now - replica.learned_at < _LEARN_SECONDS
 
     def _is_named(self, attempt: Attempt) -> bool:
         """Whether the table of blocks tells where a prompt is: its events may be late, or name none of its blocks."""

@@ -25,7 +25,7 @@ from foreword.api.tools.parser import (
 )
 from foreword.api.tools.reader import joined
 from foreword.errors import ConfigError
-from foreword.tokens.stops import StopFinder
+from foreword.tokens.reasoning_stops import stop_finder
 
 TOOLS = (
     Tool("get_weather", parameters={"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}),
@@ -362,5 +362,5 @@ def test_reasoning_that_a_continued_message_leaves_open() -> None:
 )
 def test_where_stop_strings_count(formats: AnswerFormats, is_open: bool, text: str, stop: str, shown: str) -> None:
     """Stop strings count in the answer of a model, not in the reasoning before it, in each format."""
-    finder = StopFinder([stop], include=False, reasoning=formats.stops_behind(is_open))
+    finder = stop_finder([stop], include=False, reasoning=formats.stops_behind(is_open))
     assert "".join(finder.push(letter)[0] for letter in text[: len(shown) + 1]) == shown

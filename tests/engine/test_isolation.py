@@ -25,7 +25,7 @@ from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.entrypoints.llm import LLM
 from foreword.events import Event, RequestBroken
 from foreword.request_errors import RequestFailed
-from foreword.tokens.stops import ReasoningSpan
+from foreword.tokens.reasoning_stops import ReasoningSpan
 
 ROOT = str(Path(foreword.__file__).parent)
 BLOCKS = str(Path(foreword.__file__).parent / "blocks")
@@ -160,7 +160,7 @@ def test_each_call_behind_the_sampler(every: bool) -> None:
         return core
 
     places = sabotage(make, every=every)
-    expected = {"OutputText.push", "StopFinder.push", "TextStream.push", "EngineCore.notify", "Scheduler.finish"}
+    expected = {"OutputText.push", "AnswerStopFinder.push", "TextStream.push", "EngineCore.notify", "Scheduler.finish"}
     assert expected <= places
 
 

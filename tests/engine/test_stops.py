@@ -15,7 +15,8 @@ from foreword.engine.request import Delta, SamplingParams
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
 from foreword.request_errors import PromptTooLong
-from foreword.tokens.stops import ReasoningSpan, StopFinder
+from foreword.tokens.reasoning_stops import ReasoningSpan, stop_finder
+from foreword.tokens.stops import StopFinder
 
 
 def answer(text: str, **params: object) -> tuple[str, Delta, int]:
@@ -198,7 +199,7 @@ def test_stops_count_in_the_answer(
     pieces: list[str], stops: list[str], include: bool, reasoning: ReasoningSpan | None, least: int
 ) -> None:
     """Stop strings do not count inside of the reasoning, nor if one of the first `least` tokens completes them."""
-    finder = StopFinder(stops, include=include, reasoning=reasoning)
+    finder = stop_finder(stops, include=include, reasoning=reasoning)
     given_text, match = "", None
     for number, piece in enumerate(pieces, 1):
         text, match = finder.push(piece, counts=number > least)

@@ -42,12 +42,14 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 class RawReplica:
     """`answer` is what each request for a completion gets, piece by piece, in turns of the event loop of their own. An empty
-    piece closes the connection. `asked` has the bodies; `connections`: how many were made for these."""
+    piece closes the connection. `asked` has the bodies; `connections`: how many were made for these. `greeting`: what new
+    connections get before anything is asked."""
 
     def __init__(self, loop: Loop) -> None:
         self.answer: list[bytes] = []
         self.asked: list[dict[str, object]] = []
         self.connections = 0
+        self.greeting = b""
         self.url: str = loop.call(self._start)
 
     async def _start(self) -> str:
@@ -63,6 +65,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if self._replica.greeting:
+            self._transport.write(self._replica.greeting)
 
     def data_received(self, data: bytes) -> None:
         self._data += data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -92,6 +93,12 @@ class Raw:
         """Send as much of these as the system takes."""
         with suppress(BlockingIOError):
             self._socket.send(b"".join(frames), socket.MSG_DONTWAIT)
+
+    def is_reset(self) -> bool:
+        """Whether the connection is gone, also if what was sent before was not read."""
+        looked = select.poll()
+        looked.register(self._socket, 0)
+        return bool(looked.poll(0))
 
     def frames(self) -> Iterator[tuple[int, int, int, bytes]]:
         """Kind, flags, stream and data of the next frames, until the connection ends."""
@@ -274,6 +281,52 @@ def test_calls_of_all_connections_are_bounded(served: Served, monkeypatch: pytes
     until(lambda: not served.server.open)
     other.send(h2_frame(HEADERS, 4, 3, HEAD), h2_frame(DATA, 1, 3, message(b"fine")))
     assert other.next(DATA)[2] == message(b"fine")
+    other.close()
+
+
+def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit the oldest connection without a call ends for a new one, and its client is told that nothing of what it may
+    have sent was done. Where all have calls, the new one is refused, and taken when a call has ended."""
+    monkeypatch.setattr(grpc_server, "_CONNECTIONS", 2)
+    busy = Raw(served.port, OPENED)
+    until(lambda: served.server.open == 1)
+    idle = Raw(served.port)
+    until(lambda: len(served.server.connections) == 2)
+    other = Raw(served.port, OPENED)
+    assert idle.next(AWAY)[2] == bytes(8) and not list(idle.frames())
+    until(lambda: served.server.open == 2)
+    refused = Raw(served.port)
+    assert refused.next(AWAY)[2] == bytes(7) + b"\x0b" and not list(refused.frames())
+    assert len(served.server.connections) == 2
+    other.send(h2_frame(DATA, 1, 1, b""))
+    assert other.next(HEADERS)[:2] == (5, 1)
+    last = Raw(served.port, OPENED, h2_frame(DATA, 0, 1, message(b"fine")))
+    assert last.next(DATA)[2] == message(b"fine")
+    busy.send(h2_frame(DATA, 1, 1, message(b"still here")))
+    assert busy.next(DATA)[2] == message(b"still here")
+    for one in (busy, idle, other, refused, last):
+        one.close()
+
+
+def test_an_idle_connection_whose_client_reads_nothing_gives_way(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that ends for another one is gone at once, although its client reads nothing of what waits for it."""
+    monkeypatch.setattr(grpc_server, "_CONNECTIONS", 1)
+    deaf = Raw(served.port)
+    until(lambda: len(served.server.connections) == 1)
+    [connection] = served.server.connections
+    ping = h2_frame(PING, 0, 0, bytes(8))
+
+    def is_full() -> bool:
+        deaf.try_to_send(*[ping] * 1000)
+        return connection.is_full
+
+    until(is_full)
+    other = Raw(served.port, OPENED, h2_frame(DATA, 0, 1, message(b"fine")))
+    assert other.next(DATA)[2] == message(b"fine")
+    until(deaf.is_reset)
+    deaf.close()
     other.close()
 
 

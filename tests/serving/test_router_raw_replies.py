@@ -3,9 +3,12 @@ from another replica where it must, and never a part of another request's."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
+import aiohttp
 import http_client
 import pytest
 from hostile_replica import TEXT, HostileReplica
@@ -144,3 +147,30 @@ def test_the_replica_wakes_up_again(router: RouterThread, raw: RawReplica) -> No
     raw.answer = RIGHT["chunks"]
     ask_all(router, raw, 1)
     until(lambda: router.metric("foreword:router_replica_up", replica=raw.url) == 1)
+
+
+def test_an_answer_before_the_request_is_none(
+    router: RouterThread, raw: RawReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of a replica that have come before it was asked are not taken for the answer to the first request of their
+    connection: another replica answers, and the failure counts."""
+    connect = aiohttp.TCPConnector._create_connection
+
+    async def greeted(connector: Any, asked: Any, *more: Any, **named: Any) -> Any:
+        connection = await connect(connector, asked, *more, **named)
+        while str(asked.url).startswith(raw.url) and not connection._tail and connection.is_connected():
+            await asyncio.sleep(0)
+        return connection
+
+    def failures() -> float:
+        return router.metric("foreword:router_failures_total", replica=raw.url)
+
+    raw.answer = RIGHT["closed behind its end"]  # so no connection is kept
+    ask_all(router, raw, 1)
+    raw.greeting = SMUGGLED
+    monkeypatch.setattr(aiohttp.TCPConnector, "_create_connection", greeted)
+    failed, asked = failures(), len(raw.asked)
+    until(lambda: ask(router) == TEXT and failures() > failed)
+    assert len(raw.asked) == asked
+    raw.greeting = b""
+    assert "Traceback" not in router.text

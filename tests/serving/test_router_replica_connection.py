@@ -277,3 +277,22 @@ def test_an_answer_to_no_request_closes_the_connection(more: bytes, apart: bool)
         assert taken == [b"data: 1\n\n"] and connection.transport.closed
 
     run(work)
+
+
+@pytest.mark.parametrize("early", [CHUNKED, CHUNKED + chunk(b"data: smuggled\n\n") + LAST_CHUNK, b"H"])
+def test_bytes_before_the_first_request_close_the_connection(early: bytes) -> None:
+    """Bytes that come before anything was asked are the answer to nothing: the connection is closed, and they are no answer to
+    a request that follows."""
+
+    async def work() -> None:
+        transport = Transport()
+        handler = ReplicaConnection(asyncio.get_running_loop())
+        handler.connection_made(transport)
+        handler.data_received(early)
+        assert transport.closed and not handler.is_connected()
+        handler.set_response_params(read_bufsize=_BUFFER, read_until_eof=True)
+        handler.connection_lost(None)
+        with pytest.raises(aiohttp.ServerDisconnectedError):
+            await handler.read()
+
+    asyncio.run(asyncio.wait_for(work(), 60))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,7 +77,7 @@ def loop() -> Loop:
 
 
 @contextmanager
-def routed(replicas: list[RememberingReplica], *flags: str, workers: int = 2) -> Iterator[RouterProcess]:
+def routed(replicas: Sequence[RememberingReplica], *flags: str, workers: int = 2) -> Iterator[RouterProcess]:
     named = [part for one in replicas for part in ("--replica", one.url)]
     router = RouterProcess(*named, "--workers", str(workers), *flags).wait_for(len(replicas) * workers)
     try:
@@ -520,7 +520,10 @@ class Linked:
     def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Any] = tuple) -> None:
         self._handlers[kind] = handler
 
-    def tell(self, kind: str, content: Any, *, urgent: bool = True) -> None:
+    def hear(self, names: Any) -> None:
+        """Nothing waits here."""
+
+    def tell(self, kind: str, content: Any, **how: Any) -> None:
         for one in self._all:
             if one is not self:
                 one._handlers[kind](content)
@@ -535,7 +538,7 @@ def test_attempts_that_end_free_the_others() -> None:
         first, second = (SharedSuspects(lambda: None, cast(Any, Linked(number, linked))) for number in range(2))
         here, there = (Ask(one, AskDigests(b"digest", b"start"), "a request") for one in (first, second))
         flights = here.sent("a"), here.sent("b")
-        assert (there.spare, there.allowed()) == (0, {"a", "b"})
+        assert (there.spare, there.allowed()) == (0, frozenset(("a", "b")))
         flights[0].left()
         assert (there.spare, there.allowed()) == (1, None)
         linked[1].on_gone(0)
@@ -553,7 +556,7 @@ def test_prompts_that_no_table_has_are_known_to_all(tmp_path: Path) -> None:
     known = PromptChain(b"t", (b"1" * 16, b"2" * 16), (400, 800))
 
     async def run() -> None:
-        routers = [SimpleNamespace(pools={}) for _ in range(2)]
+        routers = [SimpleNamespace(pools={}, suspects=None, config=RouterConfig()) for _ in range(2)]
         seats = [Seat(number, 2, tmp_path, SharedMemory(), -1) for number in range(2)]
         workers = [SharedWorkers(cast(Any, one), seat, lambda: None) for one, seat in zip(routers, seats, strict=True)]
         pools = [SharedPool(one, "m", RouterConfig(), {}) for one in workers]

@@ -6,7 +6,6 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final
 
 from msgspec import UNSET, Raw, Struct, UnsetType
-from msgspec.structs import replace
 
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, one_of, refuse
 from foreword.api.request import CacheBreakpoint, Message, Role, Tool, ToolCall, ToolChoice
@@ -205,14 +204,6 @@ def part_breakpoints(
 def longest(breakpoints: Iterable[CacheBreakpoint | None]) -> CacheBreakpoint | None:
     """The breakpoint with the longest ttl, of several in one message."""
     return max((one for one in breakpoints if one is not None), key=lambda one: one.ttl, default=None)
-
-
-def with_last_breakpoint(messages: Sequence[Message], mark: CacheBreakpoint | None) -> tuple[Message, ...]:
-    """The messages, the last one with a breakpoint for the whole conversation, if there is one."""
-    if mark is None or not messages:
-        return tuple(messages)
-    last = messages[-1]
-    return (*messages[:-1], replace(last, breakpoint=longest((last.breakpoint, mark))))
 
 
 def check_breakpoints(messages: Sequence[Message], tools: Sequence[Tool]) -> None:

@@ -172,6 +172,8 @@ def _pieces(raw: bytes) -> Iterator[bytes]:
 
 def as_utf8(raw: bytes) -> bytes:
     """A body in UTF-8, from JSON in UTF-8, UTF-16 or UTF-32, with or without a byte order mark. Raises BadRequest."""
+    if raw[:1] == b"{" and b"\0" not in raw[:4]:  # most bodies; others begin with a mark, or have zeros there
+        return raw
     encoding = json.detect_encoding(raw)
     try:
         return raw if encoding == "utf-8" else raw.decode(encoding).encode()

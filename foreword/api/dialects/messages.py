@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from foreword.api.dialects.conversation_body import (
     CacheMark,
@@ -16,7 +17,6 @@ from foreword.api.dialects.conversation_body import (
     longest,
     make_tool,
     require,
-    with_last_breakpoint,
 )
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, is_set, one_of, refuse
 from foreword.api.dialects.sampling import (
@@ -239,7 +239,10 @@ def _messages(body: MessagesBody, limits: Limits) -> tuple[Message, ...]:
         found.extend(_converted(message, f"messages[{number}]"))
     check_length(found, limits.messages, "messages", least=1)
     mark = breakpoint_of(body.cache_control, "cache_control")
-    return with_last_breakpoint(found, mark)
+    if mark is None or not found:
+        return tuple(found)
+    last = replace(found[-1], breakpoint=longest((found[-1].breakpoint, mark)))  # for the whole conversation
+    return (*found[:-1], last)
 
 
 def _system(system: str | list[ContentBlock] | None) -> Iterator[Message]:

@@ -11,7 +11,7 @@ from foreword.api.dialects.writer import BaseWriter, ChoiceOutput, ResponseHead,
 from foreword.api.errors import error_body
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Piece, PromptInfo, Text, Usage
 from foreword.api.request import GenerateRequest
-from foreword.api.token_entry import TokenEntry
+from foreword.api.token_entry import TokenEntry, for_chat
 from foreword.errors import ForewordError
 
 DONE: Final = b"data: " + sse.DONE + b"\n\n"
@@ -147,7 +147,7 @@ class ChatWriter(OpenAIWriter):
         return {"delta": {"role": "assistant", "content": "", "refusal": None}, "logprobs": None}
 
     def _chunk(self, pieces: Sequence[Piece], delta: ChoiceDelta) -> dict[str, Any]:
-        shown = logprobs.for_chat(delta.logprobs) if delta.logprobs is not None else None
+        shown = for_chat(delta.logprobs) if delta.logprobs is not None else None
         return {"delta": _delta(pieces), "logprobs": shown}
 
     def _whole(self, choice: ChoiceOutput) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class ChatWriter(OpenAIWriter):
             **({"reasoning_content": reasoning} if reasoning else {}),
             **({"tool_calls": calls} if calls else {}),
         }
-        shown = None if choice.logprobs is None else logprobs.for_chat(choice.logprobs)
+        shown = None if choice.logprobs is None else for_chat(choice.logprobs)
         return {"message": message, "logprobs": shown}
 
     def _beside(self, prompt: PromptInfo) -> dict[str, Any]:

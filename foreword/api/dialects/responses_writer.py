@@ -7,11 +7,10 @@ from typing import Any, Final
 
 import msgspec
 
-from foreword.api import logprobs
 from foreword.api.dialects.writer import BaseWriter, Block, ResponseHead, responses_diagnostics, to_json
 from foreword.api.output import ChoiceDelta, Piece, Usage
 from foreword.api.request import GenerateRequest
-from foreword.api.token_entry import TokenEntry
+from foreword.api.token_entry import TokenEntry, for_chat
 from foreword.decoders import decode_json
 from foreword.errors import ForewordError
 from foreword.request_errors import ReplicaFailed
@@ -242,5 +241,5 @@ class _Input(msgspec.Struct):
 
 
 def _entries(found: Sequence[TokenEntry]) -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = logprobs.for_chat(found)["content"] if found else []
+    content: list[dict[str, Any]] = for_chat(found)["content"] if found else []
     return content

@@ -31,6 +31,7 @@ _RETENTIONS: Final[Mapping[str, float | None]] = {
 }
 _MOST_RETENTION: Final = 30 * _DAY
 _SMALL_BYTES: Final = 64
+_NONE: Final = (None,) * 5
 
 # Fields that would change the answer and are not supported: the values that mean "not used", and the reason.
 UNSUPPORTED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
@@ -337,6 +338,9 @@ def common(body: SamplingBody, limits: Limits) -> dict[str, Any]:
 
 def output_format(body: SamplingBody, limits: Limits) -> OutputFormat | None:
     """The format that the text must match, from whichever field says it. Raises BadRequest."""
+    given = body.response_format, body.structured_outputs, body.guided_regex, body.guided_choice, body.guided_grammar
+    if given == _NONE and body.guided_json is NO_JSON:
+        return None
     found = [
         (name, one)
         for name, one in (

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from foreword.api.request import Tool
 from foreword.api.tools.reader import PieceCollector, Reading, TextReader, call_id
-from foreword.tokens.stops import ReasoningSpan
+from foreword.tokens.reasoning_stops import ReasoningSpan
 
 # The id of a token in the model's vocabulary, None if the text is no token.
 TokenId = Callable[[str], int | None]

@@ -26,7 +26,7 @@ from foreword.api.tools.formats import (
 )
 from foreword.api.tools.json_calls import NAME_CHARACTERS
 from foreword.api.tools.reader import Malformed, PieceCollector, Reading, TextReader
-from foreword.tokens.stops import ReasoningSpan
+from foreword.tokens.reasoning_stops import ReasoningSpan
 
 _CHANNEL = re.compile(re.escape(HARMONY_CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")

@@ -15,7 +15,7 @@ from foreword.api.tools.json_calls import Hermes, Llama3Json, Mistral
 from foreword.api.tools.reader import SPACE, PieceCollector, Reading, TextReader, call_id
 from foreword.errors import ConfigError
 from foreword.plugins import Plugins
-from foreword.tokens.stops import ReasoningSpan
+from foreword.tokens.reasoning_stops import ReasoningSpan
 
 _BUILTIN: Final[dict[str, ToolFormat]] = {
     "harmony": Harmony(),

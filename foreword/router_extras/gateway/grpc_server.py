@@ -62,9 +62,13 @@ _CONNECTION_WINDOW: Final = 16 << 20
 _MESSAGE_BYTES: Final = MAX_BODY_BYTES + (1 << 20)
 # Bytes of all messages that are not whole, or not read yet.
 _HELD_BYTES: Final = 512 << 20
-# Calls per connection; a gateway opens one connection more. And calls of all connections.
+# Calls per connection; a gateway opens one connection more. And calls of all connections, and connections: a gateway has one or
+# two for each of its threads.
 _CALLS: Final = 100
 _ALL_CALLS: Final = 8192
+_CONNECTIONS: Final = 1024
+# Connections count once their TLS handshake has ended.
+_HANDSHAKE_SECONDS: Final = 10.0
 # A gateway that disappeared without a word: its calls end, and with them their requests' load.
 _QUIET_SECONDS: Final = 20.0
 _ANSWER_SECONDS: Final = 10.0
@@ -366,15 +370,17 @@ class GrpcConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.server.connections.add(self)
         settings = {_MOST_STREAMS: _CALLS, _WINDOW_OF_STREAMS: _STREAM_WINDOW, _SIZE_OF_HEADERS: _HEADER_BYTES}
         self.send(_frame(_SETTINGS, 0, 0, b"".join(_SETTING.pack(*one) for one in settings.items())))
+        if not self.server.admit(self):
+            self._fail(_ConnectionFault(_TOO_MUCH, "too many connections"))
+            return
         self.grant(0, _CONNECTION_WINDOW - _FIRST_WINDOW)
         self._timer = asyncio.get_running_loop().call_later(_QUIET_SECONDS, self._beat)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
-        self.server.connections.discard(self)
+        self.server.connections.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
         for call in list(self.calls.values()):
@@ -448,6 +454,13 @@ class GrpcConnection(asyncio.Protocol):
         self.calls.pop(number, None)
         if self._leaving and not self.calls:
             self._ask()
+
+    def give_way(self) -> None:
+        """End for another connection, without a call. A frame says that nothing of what its client may have sent was done."""
+        unread = self.transport.get_write_buffer_size()
+        self._fail(_ConnectionFault(_NO_ERROR, "another connection takes its place"))
+        if unread:  # it would keep its place until the client reads
+            self.transport.abort()
 
     def leave(self) -> None:
         """Tell the client to open its next calls elsewhere; those that are open go to their end."""
@@ -614,20 +627,38 @@ class GrpcServer:
 
     Attributes:
         held: bytes of messages that are not read yet. open: calls whose handlers have not ended.
+        connections: those that count, the oldest first.
     """
 
     def __init__(self, methods: Mapping[str, tuple[Callable[[bytes], Any], Handler]]) -> None:
         self.methods = {path.encode(): method for path, method in methods.items()}
         self.held = self.open = 0
-        self.connections = set[GrpcConnection]()
+        self.connections = dict[GrpcConnection, None]()
         self._servers: list[asyncio.Server] = []
 
     async def start(self, sock: Any, context: ssl.SSLContext | None) -> None:
         """Serve on a listening socket."""
         loop = asyncio.get_running_loop()
         self._servers.append(
-            await loop.create_server(lambda: GrpcConnection(self), sock=sock, ssl=context, backlog=_BACKLOG)
+            await loop.create_server(
+                lambda: GrpcConnection(self),
+                sock=sock,
+                ssl=context,
+                backlog=_BACKLOG,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS if context is not None else None,
+            )
         )
+
+    def admit(self, connection: GrpcConnection) -> bool:
+        """Count a connection. At the limit the oldest one without a call ends for it; False if all have calls."""
+        if len(self.connections) >= _CONNECTIONS:
+            idle = next((one for one in self.connections if not one.running), None)
+            if idle is None:
+                return False
+            del self.connections[idle]
+            idle.give_way()
+        self.connections[connection] = None
+        return True
 
     async def stop(self, seconds: float) -> None:
         """Take no connections, tell clients to leave, and end what runs after this time."""

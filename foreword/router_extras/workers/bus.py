@@ -1,7 +1,9 @@
 """Messages between the workers of a router: a connection from each to each other one, over Unix sockets.
 
 Messages of one worker arrive in their order. They are gathered: those of one turn of the event loop, and others that may wait a
-few milliseconds, are one write and one read.
+few milliseconds, are one write and one read. Those about requests are handled together, too: code that runs once has left the
+processor's caches, and costs as much as for several. They wait for each other a few milliseconds, at most until this worker
+places a request that one of them is about to decide.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import itertools
 import logging
 import os
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
@@ -32,6 +34,9 @@ _HELLO: Final = struct.Struct("<iI")
 _RETRY_SECONDS: Final = 0.1
 # How long a message that is not urgent may wait for others.
 _GATHER_SECONDS: Final = 0.005
+# How long messages that may be handled later wait for others, and how many bytes of them.
+_HANDLE_SECONDS: Final = 0.005
+_MOST_DEFERRED: Final = 1 << 20
 # Unread bytes of a worker's messages at another one: with more, the connection ends and begins anew.
 _MOST_UNREAD: Final = 64 << 20
 _ANSWER_SECONDS: Final = 5.0
@@ -117,6 +122,15 @@ class WorkerAnswer(Struct, frozen=True, array_like=True, tag=7):
     failed: bool = False
 
 
+class _Frame(Struct, frozen=True, array_like=True):
+    """Messages that are read together. `later`: all of them may wait. `names`: what a request has that they decide: the end of
+    its prompt, its session, or what it asks."""
+
+    later: bool
+    names: list[Any]
+    messages: msgspec.Raw
+
+
 Message = Sent | First | SharedEnd | SharedFailure | Known | Told | WorkerQuestion | WorkerAnswer
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -131,10 +145,12 @@ class WorkerBus:
         gone: a worker has ended, or its connection.
         missed: a worker that still runs has begun its connection anew, so messages of it are lost.
         answer_seconds: how long an answer may take.
+        defers: whether messages may be handled later now, because no request waits for what they say.
 
     Attributes:
         failures: messages and questions that were not handled, because their handler raised.
         known: workers that have said all that they know.
+        deferred: messages that wait to be handled, as they came. handled: how often some were handled together.
     """
 
     def __init__(
@@ -146,8 +162,9 @@ class WorkerBus:
         gone: Callable[[int], None],
         missed: Callable[[int], None],
         answer_seconds: float = _ANSWER_SECONDS,
+        defers: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.failures, self._answer_seconds = 0, answer_seconds
+        self.failures, self.handled, self._answer_seconds, self._defers = 0, 0, answer_seconds, defers
         self._seat, self._told, self._asked, self._joined, self._gone = seat, told, asked, joined, gone
         self._missed = missed
         self._processes: dict[int, int] = {}
@@ -156,7 +173,14 @@ class WorkerBus:
         self._waiting: dict[int, tuple[int, asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
         self._gathered: list[Message] = []
+        self._names: list[bytes | str] = []
+        self._later = True
         self._timer: asyncio.TimerHandle | None = None
+        self.deferred: list[tuple[_Link, msgspec.Raw]] = []
+        # The names of `_Frame` of those messages, and the bytes of both.
+        self._deciding = set[bytes | str]()
+        self._deferred_bytes = 0
+        self._handler: asyncio.TimerHandle | None = None
         self._soon = False
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
@@ -165,23 +189,33 @@ class WorkerBus:
         loop, seat = asyncio.get_running_loop(), self._seat
         own = self._path(seat.number)
         own.unlink(missing_ok=True)
-        self._server = await loop.create_unix_server(lambda: _Link(self._heard, self._gone, self._begun), str(own))
+        self._server = await loop.create_unix_server(lambda: _Link(self._heard, self._left, self._begun), str(own))
         others = (number for number in range(seat.count) if number != seat.number)
         self._tasks = [background(self._keep(number), f"messages to worker {number}") for number in others]
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._handler is not None:
+            self._handler.cancel()
         if self._server is not None:
             self._server.close()
         for link in self._links.values():
             link.abort()
 
-    def tell(self, message: Message, *, urgent: bool = True) -> None:
-        """A message to all others that listen; one that is not urgent may go a few milliseconds later."""
+    def tell(
+        self, message: Message, *, urgent: bool = True, later: bool = False, names: Sequence[bytes | str] = ()
+    ) -> None:
+        """A message to all others that listen; one that is not urgent may go a few milliseconds later.
+
+        Args:
+            later: it may be handled a few milliseconds later, but before a request is placed that has one of the `names`.
+        """
         if not self._links:
             return
         self._gathered.append(message)
+        self._names += names
+        self._later &= later
         if self._soon:
             return
         loop = asyncio.get_running_loop()
@@ -228,8 +262,9 @@ class WorkerBus:
             self._timer.cancel()
             self._timer = None
         if self._gathered:
-            messages, self._gathered = self._gathered, []
-            self._write_data(list(self._links.values()), _frame(messages))
+            data = _frame(self._gathered, self._names, later=self._later)
+            self._gathered, self._names, self._later = [], [], True
+            self._write_data(list(self._links.values()), data)
 
     def _write(self, link: asyncio.Transport, messages: list[Message]) -> None:
         self._write_data([link], _frame(messages))
@@ -271,22 +306,59 @@ class WorkerBus:
             self._missed(number)
         self._processes[number] = process
 
-    def _heard(self, link: _Link, messages: list[Message]) -> None:
+    def hear(self, names: Iterable[bytes | str] | None) -> None:
+        """Handle what has arrived now, if some of it decides where a request with one of these names goes; None for any."""
+        if names is None or (self._deciding and not self._deciding.isdisjoint(names)):
+            self._handle_all()
+
+    def _handle_all(self) -> None:
+        deferred, self.deferred, self._deferred_bytes = self.deferred, [], 0
+        self._deciding.clear()
+        if self._handler is not None:
+            self._handler.cancel()
+            self._handler = None
+        if deferred:
+            self.handled += 1
+        for link, messages in deferred:
+            try:
+                found = decode_msgpack(memoryview(messages), list[Message])
+            except msgspec.DecodeError:  # what others have told, and the request that hears it, are not at fault
+                self.failures += 1
+                logger.exception("messages of worker %d cannot be read: their connection ends", link.number)
+                link.transport.abort()
+                continue
+            for one in found:
+                self._handle(link, one)
+
+    def _heard(self, link: _Link, frame: _Frame, size: int) -> None:
         if not link.calls:
             self.known.add(link.number)  # the first messages of its connection are all that it knows
-        for one in messages:
-            if isinstance(one, WorkerQuestion):
-                background(self._answer(link, one), "an answer to another worker")
-            elif isinstance(one, WorkerAnswer):
-                found = self._waiting.pop(one.number, None)
-                if found is not None and not found[1].done():
-                    found[1].set_result(one)
-            else:
-                try:
-                    self._told(link.number, one)
-                except Exception:  # one message of many: the connection, and what comes over it, stays
-                    self.failures += 1
-                    logger.exception("a message of worker %d was not handled", link.number)
+        self.deferred.append((link, frame.messages))
+        self._deferred_bytes += size
+        if not (frame.later and self._defers()) or self._deferred_bytes > _MOST_DEFERRED:
+            self._handle_all()
+            return
+        self._deciding.update(frame.names)
+        if self._handler is None:
+            self._handler = asyncio.get_running_loop().call_later(_HANDLE_SECONDS, self._handle_all)
+
+    def _handle(self, link: _Link, one: Message) -> None:
+        if isinstance(one, WorkerQuestion):
+            background(self._answer(link, one), "an answer to another worker")
+        elif isinstance(one, WorkerAnswer):
+            found = self._waiting.pop(one.number, None)
+            if found is not None and not found[1].done():
+                found[1].set_result(one)
+        else:
+            try:
+                self._told(link.number, one)
+            except Exception:  # one message of many: the connection, and what comes over it, stays
+                self.failures += 1
+                logger.exception("a message of worker %d was not handled", link.number)
+
+    def _left(self, number: int) -> None:
+        self._handle_all()  # what it told before it ended
+        self._gone(number)
 
     async def _answer(self, link: _Link, one: WorkerQuestion) -> None:
         try:
@@ -303,7 +375,8 @@ class WorkerBus:
 
 
 class _Link(asyncio.Protocol):
-    """An end of a connection. `begun`, at the end that is called, gets the number of the calling worker, and its process.
+    """An end of a connection. `heard` gets what is read together, and how many bytes it was; `begun`, at the end that is
+    called, the number of the calling worker, and its process.
 
     Attributes:
         calls: whether this end has begun the connection.
@@ -313,7 +386,7 @@ class _Link(asyncio.Protocol):
 
     def __init__(
         self,
-        heard: Callable[[_Link, list[Message]], None],
+        heard: Callable[[_Link, _Frame, int], None],
         ended: Callable[[int], None],
         begun: Callable[[int, int], None] | None = None,
         number: int = -1,
@@ -341,9 +414,9 @@ class _Link(asyncio.Protocol):
             end = at + _LENGTH.size + length
             if len(kept) < end:
                 break
-            messages = decode_msgpack(bytes(kept[at + _LENGTH.size : end]), list[Message])
+            frame = decode_msgpack(bytes(kept[at + _LENGTH.size : end]), _Frame)
             at = end
-            self._read(self, messages)
+            self._read(self, frame, length)
         del kept[:at]
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -359,6 +432,6 @@ def _same(link: _Link) -> _Link:
     return link
 
 
-def _frame(messages: list[Message]) -> bytes:
-    data = _encode(messages)
+def _frame(messages: list[Message], names: list[bytes | str] | None = None, *, later: bool = False) -> bytes:
+    data = _encode((later, names or (), messages))
     return _LENGTH.pack(len(data)) + data

@@ -12,7 +12,7 @@ import logging
 import secrets
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -22,7 +22,8 @@ from foreword.api.outcomes import LOG_FIELDS
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, NotFound
 from foreword.request_errors import ReplicaFailed
-from foreword.router.replica_pool import ReplicaPool
+from foreword.router.attempt import Attempt
+from foreword.router.replica_pool import PlacementRequest, ReplicaPool
 from foreword.router.replicas import ReplicaSpec, Upstream, clock, parse_spec
 from foreword.router.router import Router
 from foreword.router.suspicious import Ask, Death, Flight, Suspects
@@ -41,7 +42,7 @@ from foreword.router_extras.workers.metrics import summed
 from foreword.router_extras.workers.shared_quotas import SharedQuotas
 from foreword.router_extras.workers.supervisor import Seat, Supervisor
 from foreword.routing.fleet import Fleet
-from foreword.routing.known_prompts import KnownPrompts, PromptChain
+from foreword.routing.known_prompts import KnownPrefix, KnownPrompts, PromptChain
 from foreword.routing.placement import CostEstimate, Decision, PlacementQuery
 from foreword.tasks import shared
 
@@ -57,6 +58,8 @@ _POLL_SECONDS: Final = 0.02
 # Two workers see one death within this time: no replica starts so fast.
 _SAME_DEATH_SECONDS: Final = 0.5
 _MOST_EARLY: Final = 10_000
+# Replicas that take fewer requests at a time may be full of what has come and was not handled yet.
+_MANY: Final = 16
 _BEAT_SECONDS: Final = 0.5
 # How long a page of metrics is that of all who ask.
 _PAGE_SECONDS: Final = 1.0
@@ -275,7 +278,9 @@ class SharedWorkers(Workers):
         self._end = end
         self.number = seat.number
         self.on_gone: Callable[[int], object] = lambda number: None
-        self.bus = WorkerBus(seat, self._told, self._asked, self._joined, self._gone, self._missed)
+        self.bus = WorkerBus(
+            seat, self._told, self._asked, self._joined, self._gone, self._missed, defers=self._nothing_waits
+        )
         # Requests of other workers that run, by worker and name.
         self._running: dict[tuple[int, int], tuple[SharedPool, str, Upstream]] = {}
         # Those at replicas that this worker does not know yet.
@@ -286,8 +291,20 @@ class SharedWorkers(Workers):
     def on(self, kind: str, handler: Callable[[Any], object], known: Callable[[], Iterable[Any]] = tuple) -> None:
         self._handlers[kind] = handler, known
 
-    def tell(self, kind: str, content: Any, *, urgent: bool = True) -> None:
-        self.bus.tell(Told(kind, content), urgent=urgent)
+    def tell(self, kind: str, content: Any, **how: Any) -> None:
+        """`how`: see `WorkerBus.tell`."""
+        self.bus.tell(Told(kind, content), **how)
+
+    def _nothing_waits(self) -> bool:
+        """Whether no request here waits for what becomes of others, and no replica is soon full of them."""
+        router = self._router
+        suspected = isinstance(router.suspects, SharedSuspects) and router.suspects.awaited
+        few = min(router.config.max_in_flight, router.config.max_waiting) < _MANY
+        return not (few or suspected or any(pool.waiting for pool in router.pools.values()))
+
+    def hear(self, names: Iterable[bytes | str] | None) -> None:
+        """See `WorkerBus.hear`."""
+        self.bus.hear(names)
 
     async def repeat(self, kind: str, content: Any) -> Answers:
         return await self.bus.ask(kind, content)
@@ -449,12 +466,13 @@ class SharedFleet(Fleet):
             [(space, list(keys)) for space, keys in query.public_keys.items()],
             now,
         )
-        self.bus.tell(sent)
+        self.bus.tell(sent, later=True, names=_names(sent))
 
     def first_token(self, name: str, now: float) -> None:
         super().first_token(name, now)
         if name in self._told:
-            self.bus.tell(First(self._told[name].name, now), urgent=False)
+            sent = self._told[name]
+            self.bus.tell(First(sent.name, now), urgent=False, later=True, names=_names(sent))
 
     def finished(
         self,
@@ -468,13 +486,20 @@ class SharedFleet(Fleet):
         super().finished(name, now, cached_tokens=cached_tokens, output_tokens=output_tokens, guessed=guessed)
         sent = self._told.pop(name, None)
         if sent is not None:
-            self.bus.tell(SharedEnd(sent.name, now, cached_tokens, output_tokens, guessed), urgent=False)
+            ended = SharedEnd(sent.name, now, cached_tokens, output_tokens, guessed)
+            self.bus.tell(ended, urgent=False, later=True, names=_names(sent))
 
     def failed(self, name: str, now: float) -> None:
         super().failed(name, now)
         sent = self._told.pop(name, None)
         if sent is not None:
-            self.bus.tell(SharedFailure(sent.name, now), urgent=False)
+            self.bus.tell(SharedFailure(sent.name, now), urgent=False, later=True)
+
+
+def _names(sent: Sent) -> list[bytes | str]:
+    """The names of requests that go on where this one ends, or are of its session."""
+    ends: list[bytes | str] = [keys[-1] for keys in (sent.keys, *(keys for _, keys in sent.other_keys)) if keys]
+    return ends if sent.session is None else [*ends, sent.session]
 
 
 class SharedPrompts(KnownPrompts):
@@ -483,9 +508,14 @@ class SharedPrompts(KnownPrompts):
     bus: WorkerBus
     model: str
 
+    def find(self, chain: PromptChain, now: float) -> KnownPrefix | None:
+        self.bus.hear(chain.links)
+        return super().find(chain, now)
+
     def placed(self, chain: PromptChain, tokens: int, replica: str, now: float, *, by_keys: bool) -> None:
         super().placed(chain, tokens, replica, now, by_keys=by_keys)
-        self.bus.tell(Known(self.model, chain.owner, chain.links, chain.sizes, tokens, replica, now, by_keys))
+        known = Known(self.model, chain.owner, chain.links, chain.sizes, tokens, replica, now, by_keys)
+        self.bus.tell(known, later=True, names=chain.links[-1:])
 
     def computed(self, chain: PromptChain, tokens: int | None, *, named: bool) -> bool:
         news = super().computed(chain, tokens, named=named)
@@ -501,11 +531,18 @@ class SharedPool(ReplicaPool):
 
     def __init__(self, workers: SharedWorkers, model: str, *args: Any) -> None:
         super().__init__(model, *args)
+        self._workers = workers
         fleet, self.known = self.fleet, SharedPrompts(ttl=self.known.ttl)
         assert isinstance(fleet, SharedFleet)
         fleet.bus = self.known.bus = workers.bus
         fleet.model = self.known.model = model
         self.fleet_heard = _Heard(fleet)
+
+    def place(self, request: PlacementRequest) -> Coroutine[Any, Any, Attempt]:
+        query = request.query
+        for names in (query.keys, *query.other_keys.values(), () if query.session is None else (query.session,)):
+            self._workers.bus.hear(names)
+        return super().place(request)
 
     def known_heard(self, one: Known) -> None:
         """Another worker has placed a prompt."""
@@ -534,17 +571,31 @@ class SharedSuspects(Suspects):
         workers.on("attempt ended", lambda told: self._over(*told))
         workers.on_gone = self._forget_worker
 
+    @property
+    def awaited(self) -> bool:
+        """Whether requests wait for what becomes of others, or may have to."""
+        return self.accused or bool(self._waiting)
+
+    def __contains__(self, key: bytes) -> bool:
+        self._workers.hear((key,))
+        return super().__contains__(key)
+
+    def accuse(self, key: bytes) -> None:
+        self._workers.hear(None)  # where else the same is asked; from now on nothing waits
+        super().accuse(key)
+
     def add(self, key: bytes, flight: Flight, *, whole: bool) -> None:
         super().add(key, flight, whole=whole)
         if whole:  # it counts alone until a replica has died, and a death goes out with all digests
             number = next(self._numbers)
             self._own[flight] = number, key
-            self._workers.tell("attempt", (self._workers.number, number, key, list(flight.urls)))
+            told = self._workers.number, number, key, list(flight.urls)
+            self._workers.tell("attempt", told, later=True, names=[key])
 
     def release(self, key: bytes, flight: Flight) -> None:
         super().release(key, flight)
         if (known := self._own.pop(flight, None)) is not None:
-            self._workers.tell("attempt ended", (self._workers.number, known[0]), urgent=False)
+            self._workers.tell("attempt ended", (self._workers.number, known[0]), urgent=False, later=True)
 
     def _attempts(self) -> list[Any]:
         return [(self._workers.number, number, key, list(one.urls)) for one, (number, key) in self._own.items()]
