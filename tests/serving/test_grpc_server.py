@@ -83,16 +83,17 @@ class Raw:
 
     def __init__(self, port: int, *frames: bytes) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), 60)
-        self._data = b""
+        self._data = self._unsent = b""
         self.send(PREFACE, *frames)
 
     def send(self, *frames: bytes) -> None:
         self._socket.sendall(b"".join(frames))
 
     def try_to_send(self, *frames: bytes) -> None:
-        """Send as much of these as the system takes."""
+        """Send as much of these as the system takes; first what it did not take in an earlier call, so that no frame is cut."""
+        self._unsent = self._unsent or b"".join(frames)
         with suppress(BlockingIOError):
-            self._socket.send(b"".join(frames), socket.MSG_DONTWAIT)
+            self._unsent = self._unsent[self._socket.send(self._unsent, socket.MSG_DONTWAIT) :]
 
     def is_reset(self) -> bool:
         """Whether the connection is gone, also if what was sent before was not read."""

@@ -136,8 +136,8 @@ class Model:
 
 @pytest.fixture(params=["memory", "disk"])
 def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    """A store with room for 12 blocks with a payload of 10 bytes."""
-    size = 12 * (HEADER_BYTES + 10)
+    """A store with room for 12 blocks with a payload of 16 bytes."""
+    size = 12 * (HEADER_BYTES + 16)
     store = MemoryStore(size) if request.param == "memory" else DiskStore(tmp_path / "store", size)
     yield store
     store.close()
@@ -147,9 +147,9 @@ def small(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 def test_the_order_of_eviction(small: Store, seed: int) -> None:
     """After any calls the store has exactly the blocks that the reference implementation has."""
     draw = random.Random(seed)
-    trunk = make_frames(300, 3, 10)
-    chains = [[*trunk, *make_frames(301 + number, 5, 10, after=trunk[-1])] for number in range(3)]
-    chains += [make_frames(310 + number, 6, 10) for number in range(3)]
+    trunk = make_frames(300, 3, 16)
+    chains = [[*trunk, *make_frames(301 + number, 5, 16, after=trunk[-1])] for number in range(3)]
+    chains += [make_frames(310 + number, 6, 16) for number in range(3)]
     frames = list({one.name: one for chain in chains for one in chain}.values())
     model = Model(frames, 12)
     for _ in range(250):
